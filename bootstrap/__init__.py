@@ -1,0 +1,27 @@
+"""The bootstrap service: the front door of clients, the registry of nodes, and the queue between them.
+
+Owns: text (tokenizer, chat template, detokenization, stop strings), the view of the nodes, routing, the bootstrap
+queue, and each request's attempts, order of tokens, deadlines and errors. Nodes own pages and caches; this service
+only keeps what they say of them, and needs no store. It must not know torch, NIXL, transformers, or what a page holds.
+
+A request's way through it:
+
+    Generate ─► servicers.generation   checked, tokenized
+                 └► front.submit       taken in, or refused with a reason
+                      └► attempts      Submit to the prefill node that routing chooses; wait in `queue`
+                           ├► Reserve  to the decode node with most head-room, once one has room
+                           └► Granted  to the prefill node, when the decode node has answered
+    Publish ──► servicers.nodes
+                 └► front.on_output    tokens of both nodes
+                      └► merge         every index once, in order
+    stream ◄── servicers.generation
+                 └► answer             detokenized, searched for stop strings, sent as deltas
+
+A failed attempt (`RoomFailed`, a lost node, a phase too slow) is closed with `Abort` to both nodes and followed by
+another, with a new room, of the prompt and the tokens so far. `front` and everything it calls is synchronous and
+takes its time from a clock; `servicers` and `server` are the shell of sockets and tasks round it.
+
+Health (grpc.health.v1): "", kvrelay.v1.Bootstrap and kvrelay.v1.Admin are SERVING while the process listens, since
+nodes and operators wait for that (liveness). kvrelay.v1.Generation is SERVING while at least one prefill and one
+decode node serve (readiness). At shutdown all turn NOT_SERVING before live requests are waited for.
+"""

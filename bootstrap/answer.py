@@ -1,0 +1,79 @@
+"""Tokens of one answer to what the client is shown of them: text, ids, log probabilities, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bootstrap.detokenize import Decoder, IncrementalDetokenizer
+from bootstrap.stop_strings import StopStrings
+from engine.core.sampling import FinishReason
+from engine.core.types import TokenOutput
+
+__all__ = ["Answer", "AnswerOptions", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a client wants to see."""
+
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0  # text of the first so many tokens is not searched for stop strings
+    text: bool = True
+    token_ids: bool = True
+    logprobs: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some tokens, and the text that became certain with them."""
+
+    index: int  # of the first token
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+class Answer:
+    """Grows by tokens in order of index. After a stop string everything is swallowed."""
+
+    def __init__(self, decoder: Decoder, options: AnswerOptions):
+        self._options = options
+        self._detokenizer = IncrementalDetokenizer(decoder, options.skip_special_tokens)
+        self._stops = StopStrings(options.stop)
+        self._reads_text = options.text or bool(options.stop)
+        self.tokens = 0  # that belong to the answer
+        self.last: TokenOutput | None = None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.matched
+
+    def extend(self, tokens: Sequence[TokenOutput]) -> Piece:
+        """Take tokens in, up to the one that completes a stop string."""
+        index, text, taken = self.tokens, "", 0
+        for token in tokens:
+            if self.matched_stop is not None:
+                break
+            text += self._read(token)
+            taken += 1
+            self.tokens += 1
+            self.last = token
+        used = tokens[:taken] if self._options.token_ids else ()
+        logprobs = tuple(token.logprob for token in tokens[:taken]) if self._options.logprobs else ()
+        return Piece(index, tuple(token.token_id for token in used), logprobs, text if self._options.text else "")
+
+    def finish(self) -> str:
+        """No more tokens come: the text that was held back."""
+        text = self._stops.push(self._detokenizer.flush())
+        if self.matched_stop is None:
+            text += self._stops.flush()
+        return text if self._options.text else ""
+
+    def _read(self, token: TokenOutput) -> str:
+        if not self._reads_text or token.finish is FinishReason.STOP:
+            return ""  # the token that stopped the answer is no part of its text
+        text = self._detokenizer.push(token.token_id)
+        return text if token.index < self._options.min_new_tokens else self._stops.push(text)

@@ -1,0 +1,50 @@
+"""What is left of a request when it has ended: one log line and its share of the metrics."""
+
+from __future__ import annotations
+
+import logging
+
+from bootstrap.requests import LiveRequest
+from engine.core.metrics import FrontDoorMetric, Metrics
+from engine.core.sampling import FinishReason
+
+__all__ = ["record_end"]
+
+log = logging.getLogger("kvrelay.bootstrap")
+
+_PHASES = ("queue", "grant_wait", "prefill_wait", "prefill", "handoff", "decode")
+
+
+def record_end(request: LiveRequest, metrics: Metrics) -> None:
+    """Latencies are recorded of answers that came to their own end, since others say nothing of the system."""
+    timing, ask = request.timing, request.ask
+    outcome = request.error.code.lower() if request.error else str(request.finish)
+    log.info(
+        "request ended",
+        extra={
+            "request_id": ask.request_id,
+            "outcome": outcome,
+            "error": str(request.error) if request.error else None,
+            "prompt_tokens": len(ask.token_ids),
+            "cached_tokens": request.cached_tokens,
+            "output_tokens": len(request.output),
+            "attempts": request.attempts,
+            "seconds": round(timing.total, 4),
+            "prefill_node": timing.prefill_node,
+            "decode_node": timing.decode_node,
+        },
+    )
+    metrics.count(FrontDoorMetric.FINISHED, 1, outcome)
+    metrics.count(FrontDoorMetric.OUTPUT_TOKENS, len(request.output))
+    if request.output:
+        metrics.observe(FrontDoorMetric.TTFT, timing.first_token)
+        metrics.count(FrontDoorMetric.PROMPT_TOKENS, request.cached_tokens, "cached")
+        metrics.count(FrontDoorMetric.PROMPT_TOKENS, len(ask.token_ids) - request.cached_tokens, "computed")
+    if request.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+        return
+    metrics.observe(FrontDoorMetric.TOTAL, timing.total)
+    if len(request.output) > 1:
+        between = (timing.total - timing.first_token) / (len(request.output) - 1)
+        metrics.observe(FrontDoorMetric.TPOT, between)
+    for phase in _PHASES:
+        metrics.observe(FrontDoorMetric.PHASE, getattr(timing, phase), phase)

@@ -1,0 +1,252 @@
+"""The nodes that are attached, and what they last said of themselves.
+
+Nodes own the truth; this is a view of it, gone and rebuilt whenever a node attaches. The first node fixes the page
+layout of the cluster, and the last one to leave takes it away again. Every node hears of all nodes of the other
+role: `PeerJoined` before it can be asked to have to do with one, `PeerLeft` when that one is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bootstrap.routing import DecodeView, PrefillView
+from engine.core.clock import Clock
+from engine.core.errors import InvalidField, KVRelayError, Refused
+from engine.core.messages import CacheDelta, Command, NodeStats, PeerJoined, PeerLeft, Registration
+from engine.core.room_budget import longest_prompt, never_fits
+from engine.core.types import DTYPE_BYTES, PROTOCOL_VERSION, NodeIdentity, PageLayout, PeerInfo, Role, RoomKey
+
+__all__ = ["Link", "Node", "Registry"]
+
+
+class Link(Protocol):
+    """The way to one attached node. Sending on a link that has ended does nothing."""
+
+    def send(self, command: Command) -> None: ...
+
+    def close(self, error: KVRelayError) -> None:
+        """End the node's session with this status."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One attached node. Only the front door and the registry write to it."""
+
+    registration: Registration
+    link: Link
+    heard: float  # clock time of its last message
+    stats: NodeStats = field(default_factory=NodeStats)  # not serving until its first heartbeat says so
+    drain_asked: bool = False
+    last_chosen: int = 0
+    rooms: set[RoomKey] = field(default_factory=set)  # attempts that need this node
+    cached: set[bytes] = field(default_factory=set)  # prefill: keys of cached pages
+    uncomputed: dict[RoomKey, int] = field(default_factory=dict)  # prefill: uncached tokens of what was submitted
+    head_room: int = 0  # decode: tokens, by its last heartbeat or grant, and what has ended since
+    ungranted: dict[RoomKey, int] = field(default_factory=dict)  # decode: tokens asked for and not yet granted
+
+    @property
+    def identity(self) -> NodeIdentity:
+        return self.registration.identity
+
+    @property
+    def node_id(self) -> str:
+        return self.registration.identity.node_id
+
+    @property
+    def role(self) -> Role:
+        return self.registration.role
+
+    @property
+    def serving(self) -> bool:
+        """May be given new work."""
+        return self.stats.serving and not self.stats.draining and not self.drain_asked
+
+    @property
+    def peer(self) -> PeerInfo:
+        registration = self.registration
+        return PeerInfo(registration.identity, registration.role, registration.memory, registration.agent_metadata)
+
+    def refusal(self, prompt_tokens: int, new_tokens: int) -> InvalidField | None:
+        """Why a request can never run here, however idle the node is; None when it can."""
+        pages, page_size = self.registration.memory.num_pages, self.registration.layout.page_size
+        if self.role is Role.DECODE:
+            reserved = self.registration.reserved_decode_tokens
+            return never_fits(prompt_tokens, new_tokens, pages * page_size, reserved, page_size)
+        most = longest_prompt(pages, page_size)
+        if prompt_tokens <= most:
+            return None
+        return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a prefill node")
+
+    def prefill_view(self) -> PrefillView:
+        # The node's own count knows other front doors' requests, ours those it has not taken in yet.
+        queued = max(self.stats.queued_tokens, sum(self.uncomputed.values()))
+        rate = self.stats.tokens_per_second
+        return PrefillView(self.node_id, self.cached, queued, rate, len(self.uncomputed), self.last_chosen)
+
+    def decode_view(self) -> DecodeView:
+        free = self.head_room - sum(self.ungranted.values())
+        limit = self.registration.max_running
+        rows = limit - len(self.rooms) if limit else None
+        return DecodeView(self.node_id, free, rows, self.stats.idle and not self.rooms, self.last_chosen)
+
+    def apply(self, delta: CacheDelta) -> None:
+        if delta.reset:
+            self.cached.clear()
+        self.cached.difference_update(delta.removed)
+        self.cached.update(delta.added)
+
+
+class Registry:
+    """At most one node a node id. `model` and `fingerprint` are of the model that the front door has the text of."""
+
+    def __init__(self, model: str, fingerprint: str, clock: Clock):
+        self._model = model
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._nodes: dict[str, Node] = {}
+        self._choices = 0
+        self._empty_since: dict[Role, float | None] = dict.fromkeys(Role, clock())
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, node_id: str) -> Node | None:
+        return self._nodes.get(node_id)
+
+    def nodes(self, role: Role | None = None) -> list[Node]:
+        """In order of attaching."""
+        return [node for node in self._nodes.values() if role is None or node.role is role]
+
+    def serving(self, role: Role) -> list[Node]:
+        return [node for node in self._nodes.values() if node.role is role and node.serving]
+
+    @property
+    def layout(self) -> PageLayout | None:
+        """Of every node; None while there is none."""
+        return next((node.registration.layout for node in self._nodes.values()), None)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of prompt and answer that every node can take; None while there is none."""
+        return min((node.registration.max_context for node in self._nodes.values()), default=None)
+
+    def check(self, registration: Registration) -> None:
+        """Raise Refused, naming the field and both values, when this node does not fit the cluster.
+
+        A node that is attached under the same id does not count: it would be replaced.
+        """
+        others = [node for node in self._nodes.values() if node.node_id != registration.identity.node_id]
+        layout = registration.layout
+        _refuse("protocol_version", registration.protocol_version, PROTOCOL_VERSION)
+        _sane(registration)
+        _refuse("model", registration.model, self._model)
+        _refuse("layout.fingerprint", layout.fingerprint, self._fingerprint)
+        if others:
+            expected = others[0].registration.layout
+            field_name = layout.mismatch(expected)
+            if field_name is not None:
+                _refuse(f"layout.{field_name}", getattr(layout, field_name), getattr(expected, field_name))
+        _refuse("memory.page_bytes", registration.memory.page_bytes, layout.page_bytes)
+
+    def add(self, registration: Registration, link: Link) -> Node:
+        """Take in a node that fits and whose id is free, and make it and its peers known to each other."""
+        assert registration.identity.node_id not in self._nodes
+        node = Node(registration, link, self._clock())
+        for other in self._nodes.values():
+            if other.role is not node.role:
+                other.link.send(PeerJoined(node.peer))
+                link.send(PeerJoined(other.peer))
+        self._nodes[node.node_id] = node
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Forget a node. `announce_left` is due when its requests have been dealt with."""
+        assert self._nodes.get(node.node_id) is node
+        del self._nodes[node.node_id]
+        self._note_pools()
+
+    def announce_left(self, node: Node) -> None:
+        for other in self._nodes.values():
+            if other.role is not node.role:
+                other.link.send(PeerLeft(node.identity))
+
+    def update(self, node: Node, stats: NodeStats) -> bool:
+        """Take in a node's new counts; True when it thereby began or ceased to serve."""
+        before = node.serving
+        node.stats = stats
+        node.head_room = stats.head_room
+        self._note_pools()
+        return node.serving != before
+
+    def ask_drain(self, node: Node) -> None:
+        node.drain_asked = True
+        self._note_pools()
+
+    def chosen(self, node_id: str) -> Node:
+        """The node of a view that routing chose."""
+        self._choices += 1
+        node = self._nodes[node_id]
+        node.last_chosen = self._choices
+        return node
+
+    def silent(self, seconds: float) -> list[Node]:
+        """Nodes not heard of for so long."""
+        now = self._clock()
+        return [node for node in self._nodes.values() if now - node.heard > seconds]
+
+    def missing(self, grace: float) -> Role | None:
+        """A role no node has served in for longer than `grace` seconds, which a node that re-attaches may take."""
+        now = self._clock()
+        return next(
+            (role for role, since in self._empty_since.items() if since is not None and now - since > grace), None
+        )
+
+    def refusal(self, prompt_tokens: int, new_tokens: int) -> InvalidField | None:
+        """Why no attached node of some role could ever run a request; None when each role has one that can."""
+        for role in Role:
+            refusals = [(node, node.refusal(prompt_tokens, new_tokens)) for node in self.nodes(role)]
+            if refusals and all(refused for _, refused in refusals):
+                return max(refusals, key=lambda pair: pair[0].registration.memory.num_pages)[1]
+        return None
+
+    def check_integrity(self) -> None:
+        for node_id, node in self._nodes.items():
+            assert node.node_id == node_id
+            assert node.registration.layout == self.layout
+            assert node.uncomputed.keys() <= node.rooms
+            assert node.ungranted.keys() <= node.rooms
+        for role, since in self._empty_since.items():
+            assert (since is None) == bool(self.serving(role))
+
+    def _note_pools(self) -> None:
+        for role in Role:
+            if self.serving(role):
+                self._empty_since[role] = None
+            elif self._empty_since[role] is None:
+                self._empty_since[role] = self._clock()
+
+
+def _sane(registration: Registration) -> None:
+    """Raise InvalidField for numbers that no node can have, before anything is computed from them."""
+    layout = registration.layout
+    if layout.dtype not in DTYPE_BYTES:
+        raise InvalidField("layout.dtype", layout.dtype, f"one of {', '.join(DTYPE_BYTES)}")
+    for name, value in (
+        ("layout.page_size", layout.page_size),
+        ("memory.num_pages", registration.memory.num_pages),
+        ("max_context", registration.max_context),
+    ):
+        if value < 1:
+            raise InvalidField(name, value, "at least 1")
+
+
+def _refuse(field_name: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise Refused(
+            f"{field_name} is {value!r}, but this cluster has {expected!r}",
+            field=field_name,
+            value=str(value),
+            expected=str(expected),
+        )

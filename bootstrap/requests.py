@@ -1,0 +1,108 @@
+"""A live request, its attempts, and where its time went. State of the front door, written by `bootstrap.front` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bootstrap.merge import TokenMerge
+from bootstrap.registry import Node
+from engine.core.errors import KVRelayError
+from engine.core.handoff import HandoffState
+from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
+from engine.core.types import RoomKey, TokenOutput
+
+__all__ = ["Ask", "Attempt", "LiveRequest", "Timing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client wants of the nodes: checked, tokenized, every default filled in."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    priority: int | None = None
+    routing_key: str = ""
+    cache_salt: str = ""
+    deadline: float | None = None  # on the front door's clock
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds, summed over attempts. `queue` and `grant_wait` are measured here, the rest is what nodes report."""
+
+    queue: float = 0.0
+    grant_wait: float = 0.0
+    prefill_wait: float = 0.0
+    prefill: float = 0.0
+    handoff: float = 0.0
+    decode: float = 0.0
+    relayed_bytes: int = 0
+    relay: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+    prefill_node: str = ""  # of the last attempt
+    decode_node: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request from arrival to its end, over all its attempts."""
+
+    ask: Ask
+    order: tuple[bool, int, int]  # in the bootstrap queue, smaller first: no priority, signed priority, arrival
+    arrived: float
+    wake: Callable[[], None]  # called when there is something to `take`, or the request has ended
+    timing: Timing = field(default_factory=Timing)
+    merge: TokenMerge = field(default_factory=TokenMerge)
+    output: list[int] = field(default_factory=list)  # token ids in order: what a new attempt goes on from
+    cached_tokens: int = 0  # prompt tokens the first prefill node had cached
+    attempt: Attempt | None = None
+    attempts: int = 0
+    failures: int = 0  # attempts that failed, retracted ones not counted
+    avoid: set[str] = field(default_factory=set)  # node ids on which attempts failed
+    failure: KVRelayError | None = None  # of the last attempt that failed
+    finish: FinishReason | None = None  # set when the request ended well, or was aborted
+    error: KVRelayError | None = None  # set when it ended badly
+    _ready: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def state(self) -> HandoffState:
+        return self.attempt.state if self.attempt else HandoffState.QUEUED
+
+    def give(self, token: TokenOutput) -> None:
+        self.output.append(token.token_id)
+        self._ready.append(token)
+
+    def take(self) -> list[TokenOutput]:
+        """Tokens that came since the last call, in order."""
+        ready, self._ready = self._ready, []
+        return ready
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try at one request: one room, one prefill node, one decode node."""
+
+    key: RoomKey
+    request: LiveRequest
+    token_ids: tuple[int, ...]  # the prompt and what earlier attempts generated
+    first_index: int  # how many those were
+    started: float
+    since: float  # start of the present phase; while decoding, of the wait for the next token
+    state: HandoffState = HandoffState.QUEUED
+    prefill: Node | None = None  # None: not chosen yet, or gone when it was no longer needed
+    decode: Node | None = None  # None: not asked yet
+    asked: float = 0.0  # when the decode node was asked
+    quiesced: bool = False  # the prefill node has said that it is done writing
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens still to generate, at most."""
+        return self.request.ask.stopping.max_new_tokens - self.first_index

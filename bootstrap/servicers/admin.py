@@ -1,0 +1,93 @@
+"""What operators call."""
+
+# ruff: noqa: N802  (the .proto names the methods)
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+
+from bootstrap import wire
+from bootstrap.broadcast import Broadcast, wait_for
+from bootstrap.front import FrontDoor
+from bootstrap.registry import Node
+from engine.core.clock import Clock
+from engine.core.errors import InvalidField
+from engine.core.messages import Inspect, Inspection
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1 import admin_pb2_grpc as pb_grpc
+
+__all__ = ["AdminServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+INSPECT_TIMEOUT_S = 5.0
+MIN_INTERVAL_S, MAX_INTERVAL_S, DEFAULT_INTERVAL_S = 0.1, 60.0, 1.0
+
+
+class AdminServicer(pb_grpc.AdminServicer):
+    """kvrelay.v1.Admin."""
+
+    def __init__(self, front: FrontDoor, changes: Broadcast, clock: Clock):
+        self._front = front
+        self._changes = changes
+        self._clock = clock
+        self._inspections = itertools.count(1)
+        self._awaited: dict[int, asyncio.Future[Inspection]] = {}
+        front.inspected = self._inspected
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
+        return self._nodes(await self._inspect() if request.inspect else {})
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
+        now = self._clock()
+        live = self._front.requests.values()
+        return pb.ListRequestsResponse(requests=[wire.live_request_to_wire(one, now) for one in live])
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        # A node keeps the lesser of this and its own deadline.
+        deadline = request.deadline_seconds if request.HasField("deadline_seconds") else math.inf
+        if not deadline >= 0:
+            raise InvalidField("deadline_seconds", deadline, "at least 0")
+        self._front.drain_node(request.node_id, deadline)
+        return pb.DrainResponse()
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ListNodesResponse]:
+        interval = request.interval_seconds if request.HasField("interval_seconds") else DEFAULT_INTERVAL_S
+        if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
+            raise InvalidField("interval_seconds", interval, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}")
+        while True:
+            news = self._changes.news
+            yield self._nodes({})
+            await wait_for(news, interval)
+
+    def _nodes(self, problems: Mapping[Node, tuple[str, ...]]) -> pb.ListNodesResponse:
+        now = self._clock()
+        nodes = self._front.registry.nodes()
+        return pb.ListNodesResponse(
+            nodes=[wire.node_to_wire(node, now, problems.get(node, ())) for node in nodes],
+            queued_requests=len(self._front.attempts.queue),
+            live_requests=len(self._front.requests),
+        )
+
+    async def _inspect(self) -> dict[Node, tuple[str, ...]]:
+        """Have every node count and check its books; what each found, or that it did not answer in time."""
+        asked: dict[Node, asyncio.Future[Inspection]] = {}
+        for node, inspection_id in zip(self._front.registry.nodes(), self._inspections, strict=False):
+            asked[node] = self._awaited[inspection_id] = asyncio.get_running_loop().create_future()
+            node.link.send(Inspect(inspection_id))
+        if asked:
+            await asyncio.wait(asked.values(), timeout=INSPECT_TIMEOUT_S)
+        self._awaited = {key: answer for key, answer in self._awaited.items() if answer not in asked.values()}
+        silent = (f"did not answer an inspection within {INSPECT_TIMEOUT_S:g} s",)
+        return {node: answer.result().problems if answer.done() else silent for node, answer in asked.items()}
+
+    def _inspected(self, inspection: Inspection) -> None:
+        answer = self._awaited.get(inspection.inspection_id)
+        if answer is not None and not answer.done():
+            answer.set_result(inspection)

@@ -1,0 +1,190 @@
+"""What clients call."""
+
+# ruff: noqa: N802  (the .proto names the methods)
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from bootstrap import wire
+from bootstrap.answer import Answer, AnswerOptions
+from bootstrap.config import BootstrapConfig
+from bootstrap.front import FrontDoor
+from bootstrap.requests import Ask, LiveRequest
+from bootstrap.text import TextModel
+from engine.core.clock import Clock
+from engine.core.errors import DeadlineExceeded, InvalidField, NotFound
+from engine.core.model_store import PreparedModel
+from engine.core.sampling import FinishReason
+from engine.core.types import Role
+from kvrelay.v1 import generation_pb2 as pb
+from kvrelay.v1 import generation_pb2_grpc as pb_grpc
+
+__all__ = ["GenerationServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+LONG_TEXT = 10_000  # characters: worth a thread, so that one client's prompt does not hold up other clients' tokens
+
+
+class GenerationServicer(pb_grpc.GenerationServicer):
+    """kvrelay.v1.Generation."""
+
+    def __init__(self, config: BootstrapConfig, model: PreparedModel, text: TextModel, front: FrontDoor, clock: Clock):
+        self._config = config
+        self._model = model
+        self._text = text
+        self._front = front
+        self._clock = clock
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        ask, options = await self._read(request, context.time_remaining())
+        news = asyncio.Event()
+        live = self._front.submit(ask, news.set)
+        # Runs however the call ends: answered, cancelled, past its deadline, or with its connection.
+        context.add_done_callback(lambda _: self._front.stop(live, FinishReason.ABORT, "the client has gone"))  # type: ignore[arg-type]
+        async for response in self._answer(live, options, news):
+            yield response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        self._front.abort(request.request_id)
+        return pb.AbortResponse()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        layout = self._front.registry.layout
+        return pb.GetModelResponse(
+            name=self._model.name,
+            fingerprint=self._model.fingerprint,
+            architecture=self._model.architecture,
+            vocab_size=self._model.vocab_size,
+            max_context=self._max_context(),
+            page_size=layout.page_size if layout else 0,
+            chat_template=self._text.has_chat,
+            eos_token_ids=self._model.eos_token_ids,
+        )
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
+        registry = self._front.registry
+        return pb.GetClusterResponse(
+            prefill_nodes=len(registry.serving(Role.PREFILL)),
+            decode_nodes=len(registry.serving(Role.DECODE)),
+            live_requests=len(self._front.requests),
+            queued_requests=len(self._front.attempts.queue),
+            serving=self._front.ready,
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        match request.WhichOneof("prompt"):
+            case "text":
+                text, chat = request.text, False
+            case "chat":
+                text, chat = self._text.render_chat(wire.chat_from_wire(request.chat)), True
+            case _:
+                raise InvalidField("prompt", None, "text or chat")
+        return pb.TokenizeResponse(token_ids=await self._encode(text, chat), text=text)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        wire.check_token_ids("token_ids", request.token_ids, self._model.vocab_size)
+        text = await asyncio.to_thread(self._text.decode, list(request.token_ids), request.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    # ---- the request ----
+
+    async def _read(self, message: pb.GenerateRequest, seconds_left: float | None) -> tuple[Ask, AnswerOptions]:
+        """Check everything that can be checked before the request is queued. Raises InvalidField, NotFound."""
+        arrived = self._clock()
+        if seconds_left is not None and seconds_left <= 0:
+            raise DeadlineExceeded("the deadline passed before the request arrived", phase="queued")
+        wire.check_lengths(message)
+        if message.model not in ("", self._model.name):
+            raise NotFound(
+                f"model {message.model!r} is not served here; {self._model.name!r} is",
+                reason="MODEL_NOT_FOUND",
+                model=message.model,
+                served=self._model.name,
+            )
+        sampling = wire.sampling_from_wire(message.sampling)
+        options = wire.options_from_wire(message)
+        token_ids = await self._prompt(message)
+        room = self._max_context() - len(token_ids)
+        if room < 1:
+            limit = f"at most {self._max_context() - 1} tokens, one less than the context"
+            raise InvalidField("prompt tokens", len(token_ids), limit)
+        stopping = wire.stopping_from_wire(
+            message.stopping,
+            default=self._config.default_max_new_tokens,
+            room=room,
+            eos_token_ids=self._model.eos_token_ids,
+            vocab_size=self._model.vocab_size,
+        )
+        ask = Ask(
+            request_id=message.request_id or secrets.token_hex(8),
+            token_ids=token_ids,
+            sampling=sampling,
+            stopping=stopping,
+            priority=message.priority if message.HasField("priority") else None,
+            routing_key=message.routing_key,
+            cache_salt=message.cache_salt,
+            deadline=None if seconds_left is None else arrived + seconds_left,
+        )
+        return ask, options
+
+    async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
+        """Token ids of the prompt, at least one. Raises InvalidField."""
+        kind = message.WhichOneof("prompt")
+        match kind:
+            case "text":
+                token_ids = await self._encode(message.text, chat=False) if message.text else ()
+            case "token_ids":
+                token_ids = tuple(message.token_ids.ids)
+                wire.check_token_ids("token_ids", token_ids, self._model.vocab_size)
+            case "chat":
+                rendered = self._text.render_chat(wire.chat_from_wire(message.chat))
+                token_ids = await self._encode(rendered, chat=True)
+            case _:
+                raise InvalidField("prompt", None, "text, token_ids or chat")
+        if not token_ids:
+            raise InvalidField(kind, "", "a prompt of at least one token")
+        return token_ids
+
+    async def _encode(self, text: str, chat: bool) -> tuple[int, ...]:
+        encode = self._text.encode_chat if chat else self._text.encode
+        return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+
+    def _max_context(self) -> int:
+        nodes = self._front.registry.max_context
+        return self._model.max_context if nodes is None else min(nodes, self._model.max_context)
+
+    # ---- the answer ----
+
+    async def _answer(
+        self, live: LiveRequest, options: AnswerOptions, news: asyncio.Event
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Whatever is ready when the stream takes more goes out as one delta. Raises the error the request ended by."""
+        answer = Answer(self._text, options)
+        started = False
+        while True:
+            ended = live.ended
+            tokens = live.take()
+            if not started and (tokens or live.finish):
+                started = True
+                yield wire.started_to_wire(live)
+            if tokens:
+                piece = wire.piece_to_wire(answer.extend(tokens))
+                if piece is not None:
+                    yield piece
+            if answer.matched_stop is not None:
+                self._front.stop(live, FinishReason.STOP, "stop string")
+                break
+            if ended:
+                break
+            await news.wait()
+            news.clear()
+        if live.error is not None and answer.matched_stop is None:
+            raise live.error
+        yield wire.finished_to_wire(live, answer, answer.finish())

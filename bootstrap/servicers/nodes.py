@@ -1,0 +1,127 @@
+"""What nodes call: one session stream and one output stream each."""
+
+# ruff: noqa: N802  (the .proto names the methods)
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from bootstrap.config import BootstrapConfig
+from bootstrap.front import FrontDoor
+from bootstrap.registry import Node
+from engine.core.errors import InvalidRequest, KVRelayError, Refused, Unavailable
+from engine.core.messages import Command
+from kvrelay.v1 import bootstrap_pb2 as pb
+from kvrelay.v1 import bootstrap_pb2_grpc as pb_grpc
+from rpc.session import NODE_METADATA
+from rpc.wire import command_to_wire, registration_from_wire, report_from_wire, step_output_from_wire
+
+__all__ = ["NodesServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+log = logging.getLogger("kvrelay.bootstrap")
+
+REGISTER_TIMEOUT_S = 10.0
+
+
+class _StreamLink:
+    """What a node is to be sent, until its session ends."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue()
+        self._error: KVRelayError | None = None
+        self._acknowledged = 0
+
+    def send(self, command: Command) -> None:
+        self._messages.put_nowait(command_to_wire(command))
+
+    def acknowledge(self) -> None:
+        """Answer a heartbeat. Behind everything that was sent before it was read."""
+        self._acknowledged += 1
+        self._messages.put_nowait(pb.NodeCommand(heartbeat_ack=self._acknowledged))
+
+    def close(self, error: KVRelayError | None) -> None:
+        self._error = error
+        self._messages.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[pb.NodeCommand]:
+        """Until closed; raises what it was closed with."""
+        while (message := await self._messages.get()) is not None:
+            yield message
+        if self._error is not None:
+            raise self._error
+
+
+class NodesServicer(pb_grpc.BootstrapServicer):
+    """kvrelay.v1.Bootstrap."""
+
+    def __init__(self, config: BootstrapConfig, front: FrontDoor):
+        self._front = front
+        self._welcome = pb.Welcome(heartbeat_seconds=config.heartbeat_seconds, lease_seconds=config.lease_seconds)
+
+    async def Attach(self, reports: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
+        link = _StreamLink()
+        node = self._front.join(registration_from_wire(await _first(reports)), link)
+        # Runs however the call ends. A node whose session ended is gone: it drops what came over it.
+        context.add_done_callback(lambda _: self._front.leave(node, "its session ended"))  # type: ignore[arg-type]
+        reader = asyncio.create_task(self._take_reports(node, link, reports))
+        try:
+            yield pb.NodeCommand(welcome=self._welcome)
+            async for message in link.messages():
+                yield message
+        finally:
+            reader.cancel()
+
+    async def Publish(self, steps: AsyncIterator[pb.StepOutput], context: Context) -> pb.PublishEnd:
+        node = self._attached(context)
+        async for message in steps:
+            if self._front.registry.get(node.node_id) is not node:
+                raise Unavailable(f"the session of {node.identity} has ended", reason="NOT_ATTACHED")
+            try:
+                self._front.on_output(node, step_output_from_wire(message))
+            except Exception:  # one step must not end a node's session; its requests run into their deadlines
+                log.exception("output not taken in", extra={"node": str(node.identity)})
+        return pb.PublishEnd()
+
+    async def _take_reports(self, node: Node, link: _StreamLink, reports: AsyncIterator[pb.NodeReport]) -> None:
+        """Until the node's side of the stream ends."""
+        try:
+            async for message in reports:
+                try:
+                    report = report_from_wire(message)
+                    if report is not None:
+                        self._front.on_report(node, report)
+                except Exception:  # as above
+                    log.exception(
+                        "report not taken in", extra={"node": str(node.identity), "kind": message.WhichOneof("report")}
+                    )
+                if message.HasField("heartbeat"):
+                    link.acknowledge()
+        except grpc.RpcError as error:
+            log.info("session broke", extra={"node": str(node.identity), "error": str(error)})
+        link.close(None)
+
+    def _attached(self, context: Context) -> Node:
+        """The node that says it is calling. Raises Refused when it has no session."""
+        metadata = dict(context.invocation_metadata() or ())
+        name = str(metadata.get(NODE_METADATA, ""))
+        for node in self._front.registry.nodes():
+            if str(node.identity) == name:
+                return node
+        raise Refused(f"no session of node {name!r}: attach first", reason="NOT_ATTACHED", node=name)
+
+
+async def _first(reports: AsyncIterator[pb.NodeReport]) -> pb.Register:
+    """The registration that every session begins with. Raises InvalidRequest."""
+    with contextlib.suppress(StopAsyncIteration, TimeoutError):
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            message = await anext(reports)
+        if message.HasField("register"):
+            return message.register
+    raise InvalidRequest("a session begins with `register`", reason="NOT_REGISTERED")

@@ -1,0 +1,222 @@
+"""`kvrelay status`, `drain` and `health`: what operators ask of a running cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cli.client import CALL_TIMEOUT_S, Client, ClientConfig, open_channel
+from cli.show import bytes_text, describe_error, say, table
+from engine.core.config import add_arguments
+from engine.core.errors import NotFound
+from engine.core.messages import NodeStats
+from engine.core.types import Role
+from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
+from rpc.errors import from_rpc_error
+from rpc.wire import stats_from_wire
+
+__all__ = ["drain", "health", "node_state", "status"]
+
+_ROLES = {types_pb2.ROLE_PREFILL: Role.PREFILL, types_pb2.ROLE_DECODE: Role.DECODE}
+_CLEAR = "\x1b[H\x1b[J"
+_POLL_S = 0.2
+
+
+# ---- status ----
+
+
+def status(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `kvrelay status`."""
+    parser.add_argument("--inspect", action="store_true", help="have every node check its own books; 1 if any is wrong")
+    parser.add_argument("--requests", action="store_true", help="list live requests too")
+    parser.add_argument("--watch", action="store_true", help="show it again whenever it changes")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="with --watch: at least so often"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one a line")
+    add_arguments(parser, ClientConfig)
+    parser.set_defaults(run=_status)
+
+
+def _status(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
+    healthy = True
+    with Client.from_flags(flags, env) as client, client.errors():
+        model = client.generation.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+        for listing in _listings(client, flags):
+            requests = None
+            if flags.requests:
+                asked = client.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=CALL_TIMEOUT_S)
+                requests = list(asked.requests)
+            if flags.json:
+                print(json.dumps(_status_json(model, listing, requests)), flush=True)
+            else:
+                start = _CLEAR if flags.watch and sys.stdout.isatty() else ""
+                print(start + _status_text(client.address, model, listing, requests), flush=True)
+            healthy = not any(node.problems for node in listing.nodes)
+    return 0 if healthy else 1
+
+
+def _listings(client: Client, flags: argparse.Namespace) -> Iterator[admin_pb2.ListNodesResponse]:
+    if flags.watch:
+        yield from client.admin.Watch(admin_pb2.WatchRequest(interval_seconds=flags.interval))
+    else:
+        yield client.admin.ListNodes(admin_pb2.ListNodesRequest(inspect=flags.inspect), timeout=CALL_TIMEOUT_S)
+
+
+def node_state(node: admin_pb2.Node) -> str:
+    """A word for what the node is doing."""
+    return "draining" if node.stats.draining else "serving" if node.stats.serving else "not serving"
+
+
+def _status_json(
+    model: generation_pb2.GetModelResponse,
+    listing: admin_pb2.ListNodesResponse,
+    requests: list[admin_pb2.LiveRequest] | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "model": model.name,
+        "max_context": model.max_context,
+        "page_size": model.page_size,
+        "live_requests": listing.live_requests,
+        "queued_requests": listing.queued_requests,
+        "nodes": [
+            {
+                "node_id": node.node_id,
+                "incarnation": node.incarnation,
+                "role": _ROLES.get(node.role, ""),
+                "state": node_state(node),
+                "heartbeat_age": node.heartbeat_age,
+                "problems": list(node.problems),
+                "stats": asdict(stats_from_wire(node.stats)),
+            }
+            for node in listing.nodes
+        ],
+    }
+    if requests is not None:
+        result["requests"] = [{f.name: getattr(one, f.name) for f in one.DESCRIPTOR.fields} for one in requests]
+    return result
+
+
+def _status_text(
+    address: str,
+    model: generation_pb2.GetModelResponse,
+    listing: admin_pb2.ListNodesResponse,
+    requests: list[admin_pb2.LiveRequest] | None,
+) -> str:
+    page = f"{model.page_size} tokens a page" if model.page_size else "no node yet"
+    lines = [
+        f"{model.name} at {address}: {model.max_context} tokens of context, {page}",
+        f"requests: {listing.live_requests} live, {listing.queued_requests} of them waiting for a decode node",
+    ]
+    if listing.nodes:
+        lines += ["", _node_table(listing)]
+    if requests:
+        lines += ["", _request_table(requests)]
+    lines += [f"{node.node_id}: {problem}" for node in listing.nodes for problem in node.problems]
+    return "\n".join(lines)
+
+
+def _node_table(listing: admin_pb2.ListNodesResponse) -> str:
+    header = ["node", "role", "state", "pages", "free", "cached", "held", "fenced"]
+    header += ["ungranted", "waiting", "running", "moving", "tokens/s", "cache hits", "relayed", "seen"]
+    rows = [header]
+    for node in listing.nodes:
+        s = node.stats
+        pages = [str(n) for n in (s.pages_total, s.pages_free, s.pages_cached, s.pages_held, s.pages_fenced)]
+        queues = [str(n) for n in (s.ungranted, s.waiting, s.running, s.transferring)]
+        looked_up = s.cached_tokens_total + s.computed_tokens_total
+        hits = f"{s.cached_tokens_total / looked_up:.0%}" if looked_up else "-"
+        rates = [f"{s.tokens_per_second:.0f}", hits, bytes_text(s.relayed_bytes_total), f"{node.heartbeat_age:.1f} s"]
+        rows.append([node.node_id, str(_ROLES.get(node.role, "?")), node_state(node), *pages, *queues, *rates])
+    return table(rows, left=3)
+
+
+def _request_table(requests: list[admin_pb2.LiveRequest]) -> str:
+    rows = [["request", "state", "prefill", "decode", "prompt", "output", "attempt", "age"]]
+    for one in requests:
+        numbers = [str(n) for n in (one.prompt_tokens, one.output_tokens, one.attempts)]
+        where = [one.prefill_node or "-", one.decode_node or "-"]
+        rows.append([one.request_id, one.state, *where, *numbers, f"{one.age:.1f} s"])
+    return table(rows, left=4)
+
+
+# ---- drain ----
+
+
+def drain(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `kvrelay drain`."""
+    parser.add_argument("node", metavar="NODE", help="as `kvrelay status` names it")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="leave after so long, done or not")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the node has left")
+    add_arguments(parser, ClientConfig)
+    parser.set_defaults(run=_drain)
+
+
+def _drain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
+    with Client.from_flags(flags, env) as client, client.errors():
+        listing = client.admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
+        incarnation = next((node.incarnation for node in listing.nodes if node.node_id == flags.node), None)
+        if incarnation is None:
+            names = ", ".join(node.node_id for node in listing.nodes) or "none"
+            raise NotFound(f"no node {flags.node!r} is attached; attached: {names}")
+        request = admin_pb2.DrainRequest(node_id=flags.node, deadline_seconds=flags.deadline)
+        client.admin.Drain(request, timeout=CALL_TIMEOUT_S)
+        if flags.no_wait:
+            return 0
+        said = ""
+        for listing in client.admin.Watch(admin_pb2.WatchRequest()):
+            node = next((node for node in listing.nodes if node.incarnation == incarnation), None)
+            if node is None:
+                say(f"{flags.node} has left")
+                return 0
+            if (line := f"{flags.node} {_left(stats_from_wire(node.stats))}") != said:
+                say(line)
+                said = line
+    say(f"{client.address} stopped answering before {flags.node} had left")
+    return 1
+
+
+def _left(stats: NodeStats) -> str:
+    counts = {name: getattr(stats, name) for name in ("ungranted", "waiting", "running", "transferring")}
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return ("draining: " if stats.draining else "asked to drain: ") + (shown or "nothing left to do")
+
+
+# ---- health ----
+
+
+def health(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `kvrelay health`."""
+    parser.add_argument("address", metavar="ADDRESS", help="host:port of any KVRelay process")
+    parser.add_argument("--service", default="", metavar="NAME", help="full name of a service; default: the process")
+    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="ask again for so long")
+    parser.set_defaults(run=_health)
+
+
+def _health(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
+    until = time.monotonic() + flags.wait
+    with open_channel(flags.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            serving, answer = _check(stub, flags.service)
+            if serving or time.monotonic() >= until:
+                print(answer)
+                return 0 if serving else 1
+            time.sleep(_POLL_S)
+
+
+def _check(stub: health_pb2_grpc.HealthStub, service: str) -> tuple[bool, str]:
+    try:
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
+    except grpc.RpcError as error:
+        return False, describe_error(from_rpc_error(error))
+    word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING, word

@@ -1,0 +1,357 @@
+"""The decode engine: one thread that admits reservations, waits for their pages, and runs decode steps.
+
+    Reserve ─► prealloc queue ─► admit ─► pages, receiver.expect, Grant
+    RoomComplete (receiver) ─► running, unless token 0 already ended it
+    step: a page for everyone ─► forward ─► sample ─► one Publish a link ─► finished rooms free their pages
+
+Which reservation is admitted is `admission`'s decision; this file only carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decode_service.admission import Candidate, DecodeState, Holder, admit
+from decode_service.config import DecodeOptions
+from decode_service.room import DecodeRoom, RoomState
+from engine.core.clock import Clock, monotonic
+from engine.core.handoff import HandoffState
+from engine.core.handoff_note import HandoffNote
+from engine.core.lifetime import LifetimeEvent, Timeline
+from engine.core.loop import EngineLoop, Link
+from engine.core.messages import (
+    Abort,
+    Command,
+    DecodeReport,
+    Grant,
+    Heartbeat,
+    NodeStats,
+    PeerJoined,
+    PeerLeft,
+    Reserve,
+    RoomFailed,
+    StepOutput,
+    WriterQuiesced,
+)
+from engine.core.metrics import Metrics, NodeMetric
+from engine.core.sampling import FinishReason, finish_reason
+from engine.core.types import NodeIdentity, RoomKey, TokenOutput
+from engine.device.batch import Row, build_batch
+from engine.device.page_allocator import PageAllocator
+from engine.device.sampler import Sample, TokenHistory, sample
+from engine.device.setup import NodeDevice
+from transfer.agent import TransferAgent
+from transfer.fencing import FenceTable
+from transfer.receiver import (
+    PageReceiver,
+    ReceiverEvent,
+    RoomBroken,
+    RoomComplete,
+    RoomProgress,
+    Settled,
+    WriterGone,
+)
+
+__all__ = ["DecodeEngine"]
+
+log = logging.getLogger("kvrelay.decode")
+
+FENCED = "fenced"  # owner of pages whose room ended while a write may still land
+RATE_WEIGHT = 0.1  # of the newest step in the measured rate
+
+
+class DecodeEngine(EngineLoop[ReceiverEvent]):
+    """Owns rooms, page allocator and fence of a decode node."""
+
+    def __init__(
+        self,
+        device: NodeDevice,
+        options: DecodeOptions,
+        agent: TransferAgent,
+        metrics: Metrics,
+        clock: Clock = monotonic,
+    ):
+        super().__init__("decode-engine", clock)
+        self._device = device
+        self._page_size = device.layout.page_size
+        self._options = options
+        self._agent = agent
+        self._receiver = PageReceiver(agent, lambda event: self.post(None, event), clock=clock)
+        self._metrics = metrics
+        self._allocator = PageAllocator(device.pool.num_pages)
+        self._fence = FenceTable()
+        self._rooms: dict[RoomKey, DecodeRoom] = {}  # in order of arrival
+        self._rate = 0.0  # tokens a second
+        self._requests = self._outputs = self._relayed_bytes = 0
+        self._room_changed = False  # head-room grew: tell the front door without waiting for the next heartbeat
+
+    def start(self) -> None:
+        self._receiver.start()
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        self._receiver.close()
+
+    def warm_up(self) -> None:
+        logits = self._forward([Row([0], 0, [0], True)])
+        assert logits.isfinite().all(), "the canary's logits are not finite"
+
+    # ---- what comes in ----
+
+    def link_up(self, link: Link) -> None:
+        """Nothing to tell: whatever came over an earlier link has ended with it."""
+
+    def link_lost(self, link: Link) -> None:
+        for room in [room for room in self._rooms.values() if room.link is link]:
+            self._end(room)
+
+    def handle(self, link: Link | None, item: Command | ReceiverEvent) -> None:
+        match item:
+            case Reserve(reservation):
+                assert link is not None
+                self._requests += 1
+                self._rooms[reservation.key] = DecodeRoom(reservation, link, Timeline(self.clock))
+            case Abort(key):
+                if (room := self._rooms.get(key)) is not None:
+                    self._end(room)
+            case WriterQuiesced(key):
+                if (room := self._rooms.get(key)) is not None:
+                    room.writer_quiet = True
+                elif key in self._fence:
+                    self._receiver.settle(key)
+            case Settled(ticket):
+                assert isinstance(ticket, RoomKey)
+                self._unfence(self._fence.quiesced(ticket))
+            case PeerJoined(peer):  # writers find us by themselves; this is to learn when one has gone
+                self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
+            case PeerLeft(identity):
+                self._writer_left(identity)
+            case WriterGone(identity):
+                self._unfence(self._fence.writer_gone(identity))
+            case RoomComplete():
+                self._arrived(item)
+            case RoomBroken(key, reason):
+                if (room := self._rooms.get(key)) is not None:
+                    self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True)
+            case RoomProgress():
+                pass
+            case _:
+                log.warning("not for a decode node", extra={"command": type(item).__name__})
+
+    def _arrived(self, event: RoomComplete) -> None:
+        room = self._rooms.get(event.room)
+        if room is None or room.state is not RoomState.ARRIVING:
+            self._metrics.count(NodeMetric.LATE, 1, "room_complete")
+            return
+        note = HandoffNote.decode(event.last)
+        room.state = RoomState.RUNNING
+        room.times.stamp(LifetimeEvent.COMPLETE)
+        self._relayed_bytes += len(room.pages) * self._device.pool.page_bytes
+        reservation = room.reservation
+        room.last_token, room.last_index = note.token_id, note.index
+        if reservation.sampling.needs_history:
+            room.history = TokenHistory(reservation.history, reservation.first_index)
+            room.history.append(note.token_id)
+        room.handoff = -note.forward_end_ns / 1e9  # completed when the first step begins
+        if finish_reason(reservation.stopping, note.index, note.token_id) is not None:
+            self._end(room)  # the front door has this token, with the same verdict, from the prefill node
+
+    def _writer_left(self, identity: NodeIdentity) -> None:
+        for room in list(self._rooms.values()):
+            if room.reservation.writer == identity and room.state is not RoomState.RUNNING:
+                self._fail(room, HandoffState.TRANSFERRING, f"prefill node {identity.node_id} left", retriable=True)
+        # The end of its session does not prove that it writes no more: its pages wait for WriterGone.
+        self._receiver.await_gone(identity)
+
+    # ---- rooms end ----
+
+    def _end(self, room: DecodeRoom) -> None:
+        """Forget a room. Pages that a write may still reach are fenced, all others are free at once."""
+        del self._rooms[room.key]
+        if room.state is RoomState.ARRIVING:
+            self._receiver.forget(room.key)
+            self._allocator.move(room.pages, room.key, FENCED)
+            self._unfence(self._fence.fence(room.key, room.pages, room.reservation.writer))
+            if room.writer_quiet:
+                self._receiver.settle(room.key)
+        else:
+            self._allocator.free(room.pages, room.key)
+        self._room_changed = True
+
+    def _unfence(self, pages: list[int]) -> None:
+        self._allocator.free(pages, FENCED)
+        self._room_changed = self._room_changed or bool(pages)
+
+    def _fail(self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool) -> None:
+        self._metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
+        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable))
+        self._end(room)
+
+    # ---- a pass ----
+
+    def _state(self, queue: Sequence[Candidate[RoomKey]] = ()) -> DecodeState[RoomKey]:
+        """Who holds what now, as admission sees it. Fenced pages are nobody's, and not there to be given."""
+        options, usable = self._options, self._allocator.num_pages - self._allocator.owned(FENCED)
+        return DecodeState(
+            page_size=self._page_size,
+            capacity=usable * self._page_size,
+            reserved=options.reserved_decode_tokens,
+            rows=options.max_running,
+            metadata_slots=options.max_running,  # ours ride on the last notice: no slots to run out of
+            queue=queue,
+            running=[self._holder(room) for room in self._in(RoomState.RUNNING)],
+            transfer=[self._holder(room) for room in self._in(RoomState.ARRIVING)],
+            priorities=options.priority_scheduling,
+            low_priority_first=options.low_priority_first,
+        )
+
+    @staticmethod
+    def _holder(room: DecodeRoom) -> Holder[RoomKey]:
+        return Holder(room.key, room.prompt, room.max_new, room.generated)
+
+    def _admit(self) -> None:
+        queued = self._in(RoomState.QUEUED)
+        if not queued:
+            return
+        candidates = [Candidate(r.key, r.prompt, r.max_new, priority=r.reservation.priority) for r in queued]
+        for key in admit(self._state(candidates)).admitted:
+            room = self._rooms[key]
+            room.pages = self._allocator.allocate(self._device.layout.pages_for(room.prompt), key)
+            room.state = RoomState.ARRIVING
+            self._receiver.expect(key, len(room.pages))
+            room.link.report(Grant(key, tuple(room.pages), self._head_room()))
+
+    def _head_room(self) -> int:
+        """Tokens that admission would still grant to one more request."""
+        return max(0, admit(self._state()).budget)
+
+    def step(self) -> bool:
+        if self._receiver.failure is not None:
+            raise RuntimeError("the receiver thread has ended") from self._receiver.failure
+        self._admit()
+        running = self._make_room()
+        if running:
+            self._decode(running)
+        if self._room_changed:
+            self._room_changed = False
+            self._stats = self.collect_stats()
+            for link in self.links:
+                link.report(Heartbeat(self.stats()))
+        return bool(running)
+
+    def _make_room(self) -> list[DecodeRoom]:
+        """Give every running room the page its next token needs; retract until that works."""
+        running = self._in(RoomState.RUNNING)
+        needy = [room for room in running if room.position >= len(room.pages) * self._page_size]
+        while len(needy) > self._allocator.available:
+            victim = min(running, key=lambda room: (room.generated, -room.prompt))
+            if len(running) == 1:
+                limit = f"{self._device.pool.num_pages} pages of {self._page_size} tokens"
+                self._fail(victim, HandoffState.DECODING, f"out of pages: this node has {limit}", retriable=False)
+            else:
+                self._fail(victim, HandoffState.DECODING, "retracted: out of pages", retriable=True)
+            running.remove(victim)
+            if victim in needy:
+                needy.remove(victim)
+        for room in needy:
+            room.pages += self._allocator.allocate(1, room.key)
+        return running
+
+    def _decode(self, running: list[DecodeRoom]) -> None:
+        started = self.clock()
+        for room in running:
+            if room.times.first(LifetimeEvent.FIRST_STEP) is None:
+                room.times.stamp(LifetimeEvent.FIRST_STEP)
+                room.handoff += time.time_ns() / 1e9
+        logits = self._forward([Row([room.last_token], room.position, room.pages, True) for room in running])
+        drawn = self._sample(running, logits)
+        outputs: defaultdict[Link, tuple[list[TokenOutput], list[DecodeReport]]] = defaultdict(lambda: ([], []))
+        for room, one in zip(running, drawn, strict=True):
+            tokens, reports = outputs[room.link]
+            tokens.append(self._advance(room, one))
+            if tokens[-1].finish is not None:
+                decode = room.times.between(LifetimeEvent.FIRST_STEP, LifetimeEvent.LAST_TOKEN) or 0.0
+                reports.append(DecodeReport(room.key, room.handoff, decode))
+                self._end(room)
+        for link, (tokens, reports) in outputs.items():
+            link.publish(StepOutput(tokens=tuple(tokens), decoded=tuple(reports)))
+        self._measure(len(running), self.clock() - started)
+
+    def _advance(self, room: DecodeRoom, drawn: Sample) -> TokenOutput:
+        room.last_token = drawn.token_id
+        room.last_index += 1
+        if room.history is not None:
+            room.history.append(drawn.token_id)
+        finish = finish_reason(room.reservation.stopping, room.last_index, drawn.token_id)
+        if finish is not None:
+            room.times.stamp(LifetimeEvent.LAST_TOKEN)
+        matched = drawn.token_id if finish is FinishReason.STOP else None
+        return TokenOutput(room.key, room.last_index, drawn.token_id, drawn.logprob, finish, matched)
+
+    def step_failed(self, incident: str) -> None:
+        for room in self._in(RoomState.RUNNING):
+            self._fail(room, HandoffState.DECODING, f"internal error, incident {incident}", retriable=False)
+
+    def _forward(self, rows: list[Row]) -> Tensor:
+        return self._device.runner.forward(build_batch(rows, self._page_size, self._device.pool.device))
+
+    @staticmethod
+    def _sample(rooms: list[DecodeRoom], logits: Tensor) -> list[Sample]:
+        return sample(
+            logits,
+            [room.reservation.sampling for room in rooms],
+            [room.last_index + 1 for room in rooms],
+            [room.reservation.stopping.forbidden(room.last_index + 1) for room in rooms],
+            [room.history for room in rooms],
+        )
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        self._outputs += tokens
+        rate = tokens / max(seconds, 1e-9)
+        self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
+        self._metrics.observe(NodeMetric.STEP_SECONDS, seconds)
+        self._metrics.observe(NodeMetric.STEP_TOKENS, tokens)
+
+    def _in(self, state: RoomState) -> list[DecodeRoom]:
+        return [room for room in self._rooms.values() if room.state is state]
+
+    # ---- what others may see ----
+
+    def collect_stats(self) -> NodeStats:
+        allocator = self._allocator
+        free, fenced = allocator.available, allocator.owned(FENCED)
+        return NodeStats(
+            pages_total=allocator.num_pages,
+            pages_free=free,
+            pages_held=allocator.num_pages - free - fenced,
+            pages_fenced=fenced,
+            ungranted=len(self._in(RoomState.QUEUED)),
+            running=len(self._in(RoomState.RUNNING)),
+            transferring=len(self._in(RoomState.ARRIVING)),
+            tokens_per_second=self._rate,
+            head_room=self._head_room(),
+            requests_total=self._requests,
+            output_tokens_total=self._outputs,
+            relayed_bytes_total=self._relayed_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        self._allocator.check_integrity()
+        self._device.pool.check_integrity()
+        self._fence.check_integrity()
+        assert self._fence.fenced_pages == self._allocator.owned(FENCED), "the fence and its pages disagree"
+        held = 0
+        for key, room in self._rooms.items():
+            assert room.key == key
+            assert len(room.pages) == self._allocator.owned(key), f"{key} does not own its pages"
+            assert bool(room.pages) == (room.state is not RoomState.QUEUED), f"{key} is {room.state}"
+            held += len(room.pages)
+        free = self._allocator.available + self._allocator.owned(FENCED)
+        assert held + free == self._allocator.num_pages, "pages belong to no room"

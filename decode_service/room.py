@@ -1,0 +1,65 @@
+"""One request as a decode node keeps it. The engine loop is its only writer.
+
+    QUEUED ──admitted: pages allocated──► ARRIVING ──every notice here──► RUNNING ──finished──► ENDED
+       └────────────── abort ─────────────────┴──────── failed, aborted, retracted ──────────────►┘
+
+Pages: ARRIVING and RUNNING own `pages` under `key` in the allocator. When a room ends in ARRIVING a write may still
+land, so its pages go to the fence first and become free from there.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.core.lifetime import Timeline
+from engine.core.loop import Link
+from engine.core.types import Reservation, RoomKey
+from engine.device.sampler import TokenHistory
+
+__all__ = ["DecodeRoom", "RoomState"]
+
+
+class RoomState(enum.StrEnum):
+    QUEUED = "queued"
+    ARRIVING = "arriving"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRoom:
+    reservation: Reservation
+    link: Link
+    times: Timeline
+    state: RoomState = RoomState.QUEUED
+    pages: list[int] = field(default_factory=list)
+    writer_quiet: bool = False  # the writer has said that it is done with this room
+    # From here on: known once the pages are here.
+    last_token: int = -1  # the newest token, whose KV is not yet computed
+    last_index: int = -1  # its index in the answer
+    history: TokenHistory | None = None
+    handoff: float = 0.0  # seconds from the end of the last prefill forward to the first decode step
+
+    @property
+    def key(self) -> RoomKey:
+        return self.reservation.key
+
+    @property
+    def prompt(self) -> int:
+        """Tokens whose KV came from the prefill node."""
+        return self.reservation.prompt_tokens
+
+    @property
+    def generated(self) -> int:
+        """Tokens of this attempt's answer so far, token 0 of the attempt included."""
+        return max(0, self.last_index - self.reservation.first_index + 1)
+
+    @property
+    def max_new(self) -> int:
+        """Tokens this attempt may generate."""
+        return self.reservation.stopping.max_new_tokens - self.reservation.first_index
+
+    @property
+    def position(self) -> int:
+        """Where the newest token goes: tokens whose KV is in the pages."""
+        return self.prompt + self.generated - 1

@@ -1,0 +1,201 @@
+"""The engine thread: the one writer of a node's pool, cache and queues.
+
+    session (asyncio) ──post()──► inbox ──► handle() ─┐
+    transfer threads  ──post()──►                     ├─► step() ─► link.report() / link.publish()
+                                                      │
+    heartbeats, metrics ◄── stats snapshot ◄──────────┘
+
+Everybody else only posts and reads the frozen snapshot. A handler that raises costs the room it was about, never
+the loop; a step that raises `FATAL_FAILURES` times in a row ends the process, since nothing it does works any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import queue
+import secrets
+import threading
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
+
+from engine.core.clock import Clock, monotonic
+from engine.core.messages import (
+    Command,
+    Inspect,
+    Inspection,
+    LinkEvent,
+    LinkLost,
+    LinkUp,
+    NodeStats,
+    Report,
+    StepOutput,
+)
+
+__all__ = ["EngineLoop", "Link"]
+
+log = logging.getLogger("kvrelay.engine")
+
+IDLE_WAIT_S = 0.2
+FATAL_FAILURES = 3
+Event = TypeVar("Event")
+
+
+class Link(Protocol):
+    """The way back to one bootstrap, for as long as one connection lives. Sending on a dead link does nothing."""
+
+    def report(self, report: Report) -> None: ...
+
+    def publish(self, output: StepOutput) -> None: ...
+
+    def lease_valid(self) -> bool:
+        """Whether the bootstrap has answered a heartbeat lately enough for this node to go on writing."""
+        ...
+
+
+class EngineLoop(abc.ABC, Generic[Event]):
+    """Base of the prefill and the decode engine. `Event` is what its own helper threads post."""
+
+    def __init__(self, name: str, clock: Clock = monotonic):
+        self.clock = clock
+        self.links: set[Link] = set()
+        self._inbox: queue.SimpleQueue[tuple[Link | None, Command | LinkEvent | Event | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopping = False
+        self._stats = NodeStats()
+        self.draining = False
+        self.ready = False  # the canary has passed
+        self.turns = 0
+        self.last_turn = clock()
+        self.failure: BaseException | None = None
+
+    # ---- any thread ----
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, link: Link | None, item: Command | LinkEvent | Event) -> None:
+        self._inbox.put((link, item))
+
+    def stop(self) -> None:
+        """End the thread after the turn in progress. May be called twice."""
+        self._stopping = True
+        self._inbox.put((None, None))
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def turning(self, within_s: float) -> bool:
+        """Whether the canary has passed and the last pass ended less than `within_s` seconds ago."""
+        return self.ready and self.alive and self.clock() - self.last_turn < within_s
+
+    def stats(self) -> NodeStats:
+        """The counts as of the last turn."""
+        return replace(self._stats, serving=self.ready, draining=self.draining)
+
+    def begin_drain(self) -> None:
+        """Say so in the stats from now on; the front door sends nothing new once it has seen it."""
+        self.draining = True
+        self._inbox.put((None, None))
+
+    # ---- engine thread ----
+
+    @abc.abstractmethod
+    def warm_up(self) -> None:
+        """One canary computation before the node calls itself serving. Raises when it cannot serve."""
+
+    @abc.abstractmethod
+    def handle(self, link: Link | None, item: Command | Event) -> None:
+        """Take in one command or one event of a helper thread."""
+
+    @abc.abstractmethod
+    def link_lost(self, link: Link) -> None:
+        """End every room that came over this link."""
+
+    @abc.abstractmethod
+    def link_up(self, link: Link) -> None: ...
+
+    @abc.abstractmethod
+    def step(self) -> bool:
+        """One pass. True when another pass may have work to do at once."""
+
+    @abc.abstractmethod
+    def step_failed(self, incident: str) -> None:
+        """End the rooms of the pass that raised, so that the next pass does not meet them again."""
+
+    @abc.abstractmethod
+    def collect_stats(self) -> NodeStats: ...
+
+    @abc.abstractmethod
+    def check_integrity(self) -> None:
+        """Assert that every page and every queue is accounted for."""
+
+    def integrity_problems(self) -> tuple[str, ...]:
+        try:
+            self.check_integrity()
+        except AssertionError as error:
+            log.exception("integrity check failed")
+            return (str(error) or "integrity check failed",)
+        return ()
+
+    def _run(self) -> None:
+        try:
+            self.warm_up()
+            self.ready = True
+            self._stats = self.collect_stats()
+            busy, failures = False, 0
+            while not self._stopping:
+                self._take_in(wait=not busy)
+                try:
+                    busy = self.step()
+                    failures = 0
+                except Exception:
+                    failures += 1
+                    incident = secrets.token_hex(6)
+                    log.exception("engine pass failed", extra={"incident": incident, "in_a_row": failures})
+                    if failures >= FATAL_FAILURES:
+                        raise
+                    self.step_failed(incident)
+                    busy = True
+                self._stats = self.collect_stats()
+                self.turns += 1
+                self.last_turn = self.clock()
+        except BaseException as error:  # the node's process watches `failure` and ends
+            self.failure = error
+            log.critical("engine thread ended", exc_info=error)
+
+    def _take_in(self, wait: bool) -> None:
+        """Handle everything in the inbox; with `wait`, sleep until there is something (or a while has passed)."""
+        while True:
+            try:
+                link, item = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            if item is None:
+                continue
+            try:
+                self._dispatch(link, item)
+            except Exception:
+                log.exception("handling failed", extra={"item": type(item).__name__})
+
+    def _dispatch(self, link: Link | None, item: Command | LinkEvent | Event) -> None:
+        match item:
+            case LinkUp():
+                assert link is not None
+                self.links.add(link)
+                self.link_up(link)
+            case LinkLost():
+                assert link is not None
+                self.links.discard(link)
+                self.link_lost(link)
+            case Inspect(inspection_id):
+                assert link is not None
+                problems = self.integrity_problems()
+                self._stats = self.collect_stats()
+                link.report(Inspection(inspection_id, self._stats, problems))
+            case _:
+                self.handle(link, item)

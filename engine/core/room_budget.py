@@ -1,0 +1,43 @@
+"""What can never fit on a node, however idle. Nodes admit by it, and the front door refuses by it.
+
+A request that passes a plain capacity check but not the admission formula would stay at the head of a queue for ever;
+so what is refused at arrival is decided by the very formula that admits.
+"""
+
+from __future__ import annotations
+
+from engine.core.errors import InvalidField
+from engine.core.types import ceil_div
+
+__all__ = ["CLIP_NEW_TOKENS", "decode_room", "longest_prompt", "never_fits"]
+
+CLIP_NEW_TOKENS = 4096  # admission counts no more than this of a request's future tokens
+
+
+def decode_room(prompt_tokens: int, generated: int, page_size: int) -> int:
+    """Tokens of whole pages that a request holds on a decode node. The last token generated has no KV yet."""
+    return ceil_div(prompt_tokens + max(generated - 1, 0), page_size) * page_size
+
+
+def longest_prompt(num_pages: int, page_size: int) -> int:
+    """Most tokens that an idle prefill node admits: tokens + 1 + page_size must be less than its pool."""
+    return num_pages * page_size - page_size - 2
+
+
+def never_fits(
+    prompt_tokens: int, max_new_tokens: int, capacity: int, reserved: int, page_size: int
+) -> InvalidField | None:
+    """Why a decode node would never admit a request, or None when an idle one would.
+
+    prompt_tokens: tokens whose KV arrives. max_new_tokens: tokens still to generate. capacity: tokens of the node's
+    pool. reserved: decode tokens set aside for each request. The formula is that of decode admission with nothing
+    running, in transfer, waiting or retracted.
+    """
+    capacity = capacity // page_size * page_size
+    most = (capacity - reserved) // page_size * page_size
+    if prompt_tokens > most:
+        return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a decode node")
+    if prompt_tokens + min(max_new_tokens, CLIP_NEW_TOKENS) > capacity:
+        limit = f"at most {capacity - prompt_tokens} after {prompt_tokens} prompt tokens, the room on a decode node"
+        return InvalidField("stopping.max_new_tokens", max_new_tokens, limit)
+    return None

@@ -1,0 +1,65 @@
+"""The KV pages of a node: one tensor, and the addresses inside it.
+
+Which page belongs to whom is the page allocator's business; what its content means is the prefix cache's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.core.model_store import PreparedModel
+from engine.core.types import PageLayout
+
+__all__ = ["KVPool", "layout_for", "pages_for_budget"]
+
+# NIXL registers whole memory pages; an aligned pool shares none of them with other data.
+_ALIGNMENT = 4096
+
+
+def layout_for(model: PreparedModel, page_size: int, kv_dtype: str) -> PageLayout:
+    """How this model's pages lie in memory. `kv_dtype` is a key of engine.core.types.DTYPE_BYTES."""
+    return PageLayout(page_size, model.layers, model.kv_heads, model.head_dim, kv_dtype, model.fingerprint)
+
+
+def pages_for_budget(layout: PageLayout, budget: int) -> int:
+    """Pages that fit into `budget` bytes. Raises ConfigError when not even one does."""
+    pages = budget // layout.page_bytes
+    if pages < 1:
+        raise ConfigError([f"KV memory of {budget} bytes holds no page: one page takes {layout.page_bytes} bytes"])
+    return pages
+
+
+class KVPool:
+    """K and V of `num_pages` pages, page-first: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]``.
+
+    All layers of a page lie together, so page p is the `page_bytes` bytes from `base_address + p * page_bytes`.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu"):
+        assert num_pages > 0
+        self.layout = layout
+        self.num_pages = num_pages
+        self.page_bytes = layout.page_bytes
+        self.nbytes = num_pages * layout.page_bytes
+        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        raw = raw[-raw.data_ptr() % _ALIGNMENT :][: self.nbytes]
+        # Written once, so that the kernel's page faults happen now and not inside the first requests.
+        raw.zero_()
+        shape = (num_pages, layout.layers, 2, layout.kv_heads, layout.page_size, layout.head_dim)
+        self.data: Tensor = raw.view(getattr(torch, layout.dtype)).view(shape)
+        self.base_address = self.data.data_ptr()
+        self.device = self.data.device
+        self._layers = self.data.unbind(1)
+
+    def layer(self, index: int) -> Tensor:
+        """K (at 0) and V (at 1) of one layer: ``[num_pages, 2, kv_heads, page_size, head_dim]``, a view."""
+        return self._layers[index]
+
+    def check_integrity(self) -> None:
+        """Peers hold `base_address`: assert that the memory is where and as large as they were told."""
+        assert self.data.data_ptr() == self.base_address
+        assert self.base_address % _ALIGNMENT == 0
+        assert self.data.is_contiguous()
+        assert self.data.nbytes == self.nbytes == self.num_pages * self.page_bytes

@@ -1,0 +1,332 @@
+"""The prefill engine: one thread that takes commands in, runs passes, and hands finished pages to the sender.
+
+    Submit ─► scheduler.submit ─┐           ┌─► sender.open, cached pages go out
+    Granted ─► scheduler.grant ─┴─► pass ───┤
+                                            ├─► forward ─► sample (last chunks) ─► token 0 to the front door
+                                            └─► scheduler.complete_forward ─► finished pages to the sender
+    WritesDone, Quiesced ─► scheduler.writes_done ─► pages free or cached
+
+What is decided is the scheduler's; when and where bytes move is the sender's. This file only carries.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.core.clock import Clock, monotonic
+from engine.core.errors import KVRelayError
+from engine.core.handoff import HandoffState
+from engine.core.handoff_note import HandoffNote
+from engine.core.lifetime import LifetimeEvent
+from engine.core.loop import EngineLoop, Link
+from engine.core.messages import (
+    Abort,
+    CacheDelta,
+    Command,
+    Granted,
+    NodeStats,
+    PeerJoined,
+    PeerLeft,
+    PrefillReport,
+    RelayReport,
+    RoomFailed,
+    RoomQuiesced,
+    StepOutput,
+    Submit,
+)
+from engine.core.metrics import Metrics, NodeMetric
+from engine.core.sampling import FinishReason, finish_reason
+from engine.core.types import NodeIdentity, RoomKey, TokenOutput
+from engine.device.batch import Row, build_batch
+from engine.device.page_allocator import PageAllocator
+from engine.device.sampler import Sample, TokenHistory, sample
+from engine.device.setup import NodeDevice
+from prefill_service.config import PrefillConfig
+from prefill_service.prefix_cache import PrefixCache
+from prefill_service.request import PrefillRequest
+from prefill_service.scheduler import BatchRow, PrefillBatch, Scheduler, SendSpan
+from transfer.agent import TransferAgent
+from transfer.sender import PageSender, Quiesced, SenderEvent, Sent, WriteFailed, WritesDone
+
+__all__ = ["PrefillEngine"]
+
+log = logging.getLogger("kvrelay.prefill")
+
+RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
+CANARY_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Room:
+    """Where an attempt came from and where its pages go."""
+
+    request: PrefillRequest
+    link: Link
+    grant: Granted | None = None
+    opened: bool = False  # known to the sender: only its Quiesced or WritesDone ends the room
+    over: bool = False  # aborted or failed: nothing more is computed, sent or reported
+
+
+class PrefillEngine(EngineLoop[SenderEvent]):
+    """Owns scheduler, rooms and the page pool of a prefill node."""
+
+    def __init__(
+        self,
+        device: NodeDevice,
+        config: PrefillConfig,
+        agent: TransferAgent,
+        metrics: Metrics,
+        clock: Clock = monotonic,
+    ):
+        super().__init__("prefill-engine", clock)
+        self._device = device
+        self._page_size = device.layout.page_size
+        allocator = PageAllocator(device.pool.num_pages)
+        self._cache = PrefixCache(allocator, config.scheduler.eviction)
+        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock)
+        self._agent = agent
+        self._sender = PageSender(
+            agent,
+            lambda event: self.post(None, event),
+            window_bytes=config.node.inflight_bytes,
+            write_timeout_s=config.node.write_timeout,
+            clock=clock,
+        )
+        self._metrics = metrics
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._batch: PrefillBatch | None = None  # of the pass in progress
+        self._computing = False  # between next_batch and complete_forward
+        self._rate = 0.0  # tokens computed a second
+        self._outputs = 0
+        self._relayed_bytes = 0
+
+    def start(self) -> None:
+        self._sender.start()
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        self._sender.close()
+
+    def warm_up(self) -> None:
+        tokens = min(CANARY_TOKENS, self._page_size)
+        logits = self._device.runner.forward(
+            build_batch([Row([0] * tokens, 0, [0], True)], self._page_size, self._device.pool.device)
+        )
+        assert logits.isfinite().all(), "the canary's logits are not finite"
+
+    # ---- what comes in ----
+
+    def link_up(self, link: Link) -> None:
+        link.report(CacheDelta(self._cache.keys(), (), reset=True))
+
+    def link_lost(self, link: Link) -> None:
+        for key in [key for key, room in self._rooms.items() if room.link is link]:
+            self._abort(key)
+
+    def handle(self, link: Link | None, item: Command | SenderEvent) -> None:
+        match item:
+            case Submit(task):
+                assert link is not None
+                try:
+                    self._rooms[task.key] = _Room(self._scheduler.submit(task), link)
+                except KVRelayError as error:
+                    link.report(RoomFailed(task.key, HandoffState.QUEUED.phase, str(error), retriable=False))
+            case Granted(key):
+                if (room := self._rooms.get(key)) is not None:
+                    room.grant = item
+                    self._scheduler.grant(key)
+            case Abort(key):
+                assert link is not None
+                if key in self._rooms:
+                    self._abort(key)
+                else:  # over, or never here: in either case nothing is being written
+                    link.report(RoomQuiesced(key))
+            case PeerJoined(peer):
+                self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
+            case PeerLeft(identity):
+                self._peer_left(identity)
+            case WritesDone(key, written, seconds):
+                self._relayed_bytes += written
+                room = self._end(key)
+                room.link.publish(StepOutput(relayed=(RelayReport(key, written, seconds),)))
+                room.link.report(RoomQuiesced(key))
+            case Quiesced(key):
+                self._end(key).link.report(RoomQuiesced(key))
+            case WriteFailed(key, reason):
+                self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
+            case Sent():
+                pass
+            case _:
+                log.warning("not for a prefill node", extra={"command": type(item).__name__})
+
+    def _abort(self, key: RoomKey) -> None:
+        """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
+        room = self._rooms[key]
+        room.over = True
+        self._scheduler.abort(key)
+        if room.opened:
+            self._sender.cancel(key)
+        else:
+            del self._rooms[key]
+            room.link.report(RoomQuiesced(key))
+
+    def _fail(self, key: RoomKey, phase: HandoffState, reason: str, retriable: bool) -> None:
+        room = self._rooms.get(key)
+        if room is None or room.over:
+            return
+        self._metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
+        room.link.report(RoomFailed(key, phase.phase, reason, retriable))
+        self._abort(key)
+
+    def _peer_left(self, identity: NodeIdentity) -> None:
+        for key, room in list(self._rooms.items()):
+            if room.grant is not None and room.grant.peer == identity:
+                self._fail(key, HandoffState.TRANSFERRING, f"decode node {identity.node_id} left", retriable=True)
+        self._agent.remove_peer(identity)
+
+    def _end(self, key: RoomKey) -> _Room:
+        """The sender is done with a room: its pages may go."""
+        self._scheduler.writes_done(key)
+        return self._rooms.pop(key)
+
+    # ---- a pass ----
+
+    def step(self) -> bool:
+        if self._sender.failure is not None:
+            raise RuntimeError("the transfer thread has ended") from self._sender.failure
+        self._batch = batch = self._scheduler.next_batch()
+        if batch is None:
+            return False
+        self._computing = True
+        for row in batch.rows:
+            if row.admitted:
+                self._open(row)
+        started = self.clock()
+        logits = self._device.runner.forward(
+            build_batch([self._row(row) for row in batch.rows], self._page_size, self._device.pool.device)
+        )
+        last = [row.request for row in batch.rows if row.is_last]
+        samples = dict(zip((r.key for r in last), self._sample(last, logits), strict=True))
+        forward_end_ns = time.time_ns()
+        self._measure(batch.tokens, self.clock() - started)
+        spans = self._scheduler.complete_forward(batch)
+        self._computing = False
+        self._publish(samples)
+        for span in spans:
+            self._send(span, samples.get(span.request.key), forward_end_ns)
+        self._announce_cache()
+        self._batch = None
+        return True
+
+    def step_failed(self, incident: str) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        if self._computing:
+            self._computing = False
+            self._scheduler.abandon_forward(batch)
+        for row in batch.rows:
+            reason = f"internal error, incident {incident}"
+            self._fail(row.request.key, HandoffState.PREFILLING, reason, retriable=False)
+
+    @staticmethod
+    def _row(row: BatchRow) -> Row:
+        return Row(row.request.task.token_ids[row.start : row.end], row.start, row.pages, row.is_last)
+
+    def _open(self, row: BatchRow) -> None:
+        """Name the room to the sender and let its cached pages go out before anything is computed."""
+        room = self._rooms[row.request.key]
+        assert room.grant is not None
+        self._sender.open(row.request.key, room.grant.peer, room.grant.pages, room.link.lease_valid)
+        room.opened = True
+        cached = row.start // self._page_size
+        if cached:
+            self._sender.send(row.request.key, 0, row.pages[:cached])
+
+    def _send(self, span: SendSpan, drawn: Sample | None, forward_end_ns: int) -> None:
+        request, note = span.request, None
+        if span.is_last:
+            assert drawn is not None
+            index = request.task.first_index
+            note = HandoffNote(drawn.token_id, index, drawn.logprob, request.cached_tokens, forward_end_ns).encode()
+        if span.pages or note is not None:
+            self._sender.send(request.key, span.first, span.pages, last=note)
+
+    @staticmethod
+    def _sample(requests: Iterable[PrefillRequest], logits: Tensor) -> list[Sample]:
+        tasks = [request.task for request in requests]
+        return sample(
+            logits,
+            [task.sampling for task in tasks],
+            [task.first_index for task in tasks],
+            [task.stopping.forbidden(task.first_index) for task in tasks],
+            [TokenHistory(task.token_ids, task.first_index) if task.sampling.needs_history else None for task in tasks],
+        )
+
+    def _publish(self, samples: dict[RoomKey, Sample]) -> None:
+        """Token 0 goes to the front door by itself, ahead of the last pages."""
+        by_link: defaultdict[Link, list[tuple[TokenOutput, PrefillReport]]] = defaultdict(list)
+        for key, drawn in samples.items():
+            room = self._rooms[key]
+            request, task = room.request, room.request.task
+            if room.over:
+                continue
+            finish = finish_reason(task.stopping, task.first_index, drawn.token_id)
+            matched = drawn.token_id if finish is FinishReason.STOP else None
+            token = TokenOutput(key, task.first_index, drawn.token_id, drawn.logprob, finish, matched)
+            wait = request.times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
+            prefill = request.times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
+            report = PrefillReport(key, request.cached_tokens, request.chunks, wait, prefill)
+            by_link[room.link].append((token, report))
+            self._outputs += 1
+        for link, made in by_link.items():
+            tokens, reports = zip(*made, strict=True)
+            link.publish(StepOutput(tokens=tokens, prefilled=reports))
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        rate = tokens / max(seconds, 1e-9)
+        self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
+        self._metrics.observe(NodeMetric.STEP_SECONDS, seconds)
+        self._metrics.observe(NodeMetric.STEP_TOKENS, tokens)
+
+    def _announce_cache(self) -> None:
+        delta = self._cache.drain_changes()
+        if delta.added or delta.removed:
+            for link in self.links:
+                link.report(delta)
+
+    # ---- what others may see ----
+
+    def collect_stats(self) -> NodeStats:
+        stats = self._scheduler.stats()
+        return NodeStats(
+            pages_total=stats.num_pages,
+            pages_free=stats.free,
+            pages_cached=stats.evictable + stats.protected,
+            pages_held=stats.held,
+            ungranted=stats.bootstrap,
+            waiting=stats.waiting,
+            running=stats.running,
+            transferring=stats.in_flight,
+            queued_tokens=stats.queued_tokens,
+            tokens_per_second=self._rate,
+            requests_total=stats.requests_total,
+            cached_tokens_total=stats.cached_tokens_total,
+            computed_tokens_total=stats.computed_tokens_total,
+            output_tokens_total=self._outputs,
+            relayed_bytes_total=self._relayed_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+        self._device.pool.check_integrity()
+        live = {key for key, room in self._rooms.items() if self._scheduler.get(key) is room.request}
+        assert live == self._rooms.keys(), "a room outlived its request"

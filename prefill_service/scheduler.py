@@ -1,0 +1,422 @@
+"""The scheduling pass of a prefill node: what the next forward computes, and what becomes of the pages.
+
+Synchronous and pure: no tensor, thread or socket. The engine loop calls, in this order and from one thread:
+
+    submit ─► grant ─► next_batch ─► (forward) ─► complete_forward ─► (writes) ─► writes_done
+    bootstrap  waiting    │ order, touch, admit,      │ cache finished pages,        │ unlock, free the
+    queue      queue      │ allocate                  │ name those to send           │ private pages
+                          └── the continuation ◄──────┤
+                                                      └─► in-flight queue
+
+Queues, their producers and consumers: the bootstrap queue is filled by `submit` and emptied by `grant`; the waiting
+queue by `grant` and `next_batch`; the in-flight queue by `complete_forward` and `writes_done`. `abort` may take a
+request out of any of them; one that was admitted stays, marked, until `writes_done` says that nothing reads its pages.
+
+Page ownership: free | cache (evictable, or protected by the one lock of each admitted request) | held by a room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from engine.core.clock import Clock, monotonic
+from engine.core.config import option
+from engine.core.errors import AlreadyExists, ConfigError, InvalidField
+from engine.core.lifetime import LifetimeEvent, Timeline
+from engine.core.room_budget import longest_prompt
+from engine.core.types import PrefillTask, RoomKey, ceil_div
+from engine.device.page_allocator import PageAllocator
+from prefill_service.adder import Adder, Attempt, Verdict, shortest_first_limit
+from prefill_service.policy import Policy, QueueOrder, combination_problems, without_cache
+from prefill_service.prefix_cache import CACHE, Eviction, PrefixCache
+from prefill_service.records import BatchRow, PassRecord, PrefillBatch, SchedulerStats, SendSpan
+from prefill_service.request import PrefillRequest, RequestState, sibling_key
+
+__all__ = ["BatchRow", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerConfig", "SchedulerStats", "SendSpan"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Prefill scheduling."""
+
+    policy: Policy = option(Policy.FCFS, "order of the waiting queue")
+    chunk_size: int | None = option(
+        2048, "tokens of one long prompt computed in one forward; none: prompts are not cut", unit="tokens", low=1
+    )
+    max_prefill_tokens: int = option(
+        16384, "tokens computed in one forward, except that the first prompt may exceed it", unit="tokens", low=1
+    )
+    max_batch_requests: int | None = option(None, "requests in one forward; none: no limit", low=1)
+    prefix_cache: bool = option(True, "keep computed pages for later requests that start the same")
+    eviction: Eviction = option(Eviction.LRU, "which cached pages leave first when memory is short")
+    priority_scheduling: bool = option(False, "order by the priority of requests first (policies fcfs and lof)")
+    low_priority_first: bool = option(False, "smaller priorities run first, and larger ones are evicted first")
+    refuse_priority: bool = option(
+        False, "refuse requests with a priority instead of ignoring it while priorities are off"
+    )
+    dedup_shared_tokens: int = option(
+        32, "of waiting requests that share this many first tokens, one goes first and fills the cache; -1: off", low=-1
+    )
+    dedup_cached_tokens: int = option(32, "only requests with at most this many tokens cached wait so; -1: off", low=-1)
+    prefix_match_queue_limit: int | None = option(
+        None, "with more requests waiting, lpm and hrrn order by fcfs; none: they always match", low=0
+    )
+    random_seed: int = option(0, "of the random policy")
+
+    def problems(self) -> Iterable[str]:
+        return combination_problems(
+            self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling
+        )
+
+
+class Scheduler:
+    """Owns the queues and decides over the pages of `allocator`, which cache and allocator share with nobody else.
+
+    on_pass, if given, gets a record of every pass that had something to decide.
+    Raises ConfigError when the options contradict each other or do not go with the page size.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        allocator: PageAllocator,
+        page_size: int,
+        clock: Clock = monotonic,
+        on_pass: Callable[[PassRecord], None] | None = None,
+    ):
+        problems = list(config.problems())
+        if config.chunk_size is not None and config.chunk_size < page_size:
+            problems.append(f"chunk_size is {config.chunk_size}; allowed: at least the page size, {page_size}")
+        if problems:
+            raise ConfigError(problems)
+        self._config = config
+        self._cache = cache
+        self._allocator = allocator
+        self._page_size = page_size
+        self._clock = clock
+        self._on_pass = on_pass
+        self._order = QueueOrder(
+            config.policy if config.prefix_cache else without_cache(config.policy),
+            cache,
+            page_size,
+            priorities=config.priority_scheduling,
+            low_priority_first=config.low_priority_first,
+            dedup_cached_tokens=config.dedup_cached_tokens,
+            match_limit=config.prefix_match_queue_limit,
+            seed=config.random_seed,
+        )
+        self._requests: dict[RoomKey, PrefillRequest] = {}  # every one that has not ended
+        self._bootstrap: dict[RoomKey, PrefillRequest] = {}
+        self._waiting: list[PrefillRequest] = []
+        self._in_flight: dict[RoomKey, PrefillRequest] = {}
+        self._continuation: PrefillRequest | None = None
+        self._forward: PrefillBatch | None = None
+        self._passes = 0
+        self._submitted = 0
+        self._computed_tokens = 0
+        self._cached_tokens = 0
+
+    # ---- requests come and go ----
+
+    def submit(self, task: PrefillTask) -> PrefillRequest:
+        """Take a request in. Raises AlreadyExists for a live room, InvalidField for one that can never run here."""
+        if task.key in self._requests:
+            raise AlreadyExists(f"room {task.key} is being prefilled")
+        self._check(task)
+        config = self._config
+        request = PrefillRequest(
+            task=task,
+            keys=task.page_keys if config.prefix_cache else (),
+            sibling=sibling_key(task, config.dedup_shared_tokens),
+            priority=task.priority if config.priority_scheduling else None,
+            node=self._cache.root,
+            times=Timeline(self._clock),
+            arrival_tokens=self._computed_tokens,
+        )
+        request.times.stamp(LifetimeEvent.ARRIVED)
+        self._requests[task.key] = self._bootstrap[task.key] = request
+        self._submitted += 1
+        return request
+
+    def grant(self, key: RoomKey) -> PrefillRequest | None:
+        """A decode node has set pages aside: let the request compete. None: no request of this room awaits a grant."""
+        request = self._bootstrap.pop(key, None)
+        if request is not None:
+            request.state = RequestState.WAITING
+            request.queue_time = request.times.stamp(LifetimeEvent.GRANTED)
+            self._waiting.append(request)
+        return request
+
+    def get(self, key: RoomKey) -> PrefillRequest | None:
+        """The request of a room, until it ends."""
+        return self._requests.get(key)
+
+    def abort(self, key: RoomKey) -> PrefillRequest | None:
+        """End a request in any state; None when there is none. Its state tells what is left to do.
+
+        ENDED: it held nothing, and is gone. Otherwise it was admitted: it computes no further chunk, and keeps its
+        pages until `writes_done`, which the caller owes in any case.
+        """
+        request = self._requests.get(key)
+        if request is None:
+            return None
+        request.aborted = True
+        if request.state is RequestState.BOOTSTRAP:
+            del self._bootstrap[key]
+            self._end(request)
+        elif request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            self._end(request)
+        elif request is self._continuation and not self._in_forward(request):
+            self._settle(request)
+        return request
+
+    def writes_done(self, key: RoomKey) -> PrefillRequest | None:
+        """Every write of a room is terminal and none will follow: free what it holds. None: no such request.
+
+        Owed once for each admitted request, after its last chunk or after it was aborted.
+        """
+        request = self._requests.get(key)
+        if request is None:
+            return None
+        assert request.aborted or request.state is RequestState.IN_FLIGHT
+        request.times.stamp(LifetimeEvent.LAST_WRITE)
+        request.writes_terminal = True
+        if request.state is RequestState.IN_FLIGHT:
+            del self._in_flight[key]
+            self._release(request)
+        return request  # one in a forward, which still writes its pages, goes when that ends
+
+    # ---- the pass ----
+
+    def next_batch(self) -> PrefillBatch | None:
+        """Decide about the next forward and allocate its pages. None when nothing can run now."""
+        assert self._forward is None, "complete_forward or abandon_forward comes first"
+        if not self._waiting and self._continuation is None:
+            return None
+        self._passes += 1
+        lengths = len(self._bootstrap), len(self._waiting), len(self._in_flight)
+        in_effect = self._order.sort(
+            self._waiting, processed_tokens=self._computed_tokens, running_keys=self._routing_keys()
+        )
+        self._touch_waiting()
+        attempts = self._admit(in_effect)
+        rows = self._build(attempts)
+        if self._on_pass is not None:
+            found = sum(row.start for row in rows if row.admitted)
+            record = PassRecord(
+                self._passes, self._clock(), self._config.policy, in_effect, *lengths,
+                sum(row.end - row.start for row in rows), found, tuple(attempts),
+            )  # fmt: skip
+            self._on_pass(record)
+        if not rows:
+            return None
+        self._forward = PrefillBatch(rows)
+        return self._forward
+
+    def complete_forward(self, batch: PrefillBatch) -> list[SendSpan]:
+        """The forward of `batch` is done: cache its whole pages and name those that may be sent now.
+
+        There is a span for each row that was not aborted, even when it names no page. Finished requests move to the
+        in-flight queue.
+        """
+        assert batch is self._forward
+        self._forward = None
+        spans = []
+        for row in batch.rows:
+            request = row.request
+            request.computed = row.end
+            request.chunks += 1
+            request.times.stamp(LifetimeEvent.CHUNK_DONE)
+            self._computed_tokens += row.end - row.start
+            self._store(request)
+            if not request.aborted:
+                final = len(request.pages) if row.is_last else row.end // self._page_size
+                spans.append(SendSpan(request, request.sent, tuple(request.pages[request.sent : final]), row.is_last))
+                request.sent = final
+            if row.is_last or request.aborted:
+                self._settle(request)
+        return spans
+
+    def abandon_forward(self, batch: PrefillBatch) -> list[PrefillRequest]:
+        """The forward of `batch` failed: what it computed is worth nothing. Its requests are aborted and returned."""
+        assert batch is self._forward
+        self._forward = None
+        for row in batch.rows:
+            row.request.aborted = True
+            self._settle(row.request)
+        return [row.request for row in batch.rows]
+
+    def _admit(self, policy: Policy) -> list[Attempt]:
+        config = self._config
+        adder = Adder(
+            self._cache,
+            self._allocator,
+            self._page_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunk_size=config.chunk_size,
+            max_requests=config.max_batch_requests,
+        )
+        attempts = []
+        verdict = Verdict.CONTINUE
+        if self._continuation is not None:
+            attempts.append(adder.proceed(self._continuation, self._continuation_limit(policy)))
+            verdict = attempts[-1].verdict
+        for request in self._waiting:
+            if verdict is not Verdict.CONTINUE:
+                break
+            attempts.append(adder.admit(request))
+            verdict = attempts[-1].verdict
+        self._continuation = adder.continuation
+        return attempts
+
+    def _continuation_limit(self, policy: Policy) -> int | None:
+        chunk = self._config.chunk_size
+        if policy is not Policy.SHORTEST or self._continuation is None or chunk is None:
+            return None
+        return shortest_first_limit(self._waiting, self._continuation.uncached, chunk, self._page_size)
+
+    def _build(self, attempts: Iterable[Attempt]) -> tuple[BatchRow, ...]:
+        """Allocate the pages of what was admitted, evicting what is missing, which its accounts have made sure of."""
+        granted = [attempt for attempt in attempts if attempt.extend]
+        requests = [attempt.request for attempt in granted]
+        for request in requests:
+            if request.state is RequestState.WAITING:
+                request.state = RequestState.RUNNING
+                request.pages = self._cache.pages(request.node)
+                request.sent = request.node.depth
+                request.cached_tokens = request.computed
+                request.times.stamp(LifetimeEvent.ADMITTED)
+                self._cache.use(request.node)
+                self._cached_tokens += request.cached_tokens
+        missing = [ceil_div(request.end, self._page_size) - len(request.pages) for request in requests]
+        self._cache.evict(max(0, sum(missing) - self._allocator.available))
+        rows = []
+        for request, count in zip(requests, missing, strict=True):
+            request.pages += self._allocator.allocate(count, request.key)
+            start, is_last = request.computed, request.end == request.length
+            admitted = request.chunks == 0
+            rows.append(BatchRow(request, start, request.end, is_last, tuple(request.pages), admitted))
+        # Queues are emptied from the head, save for the refused one, so what is left keeps its order.
+        self._waiting = [request for request in self._waiting if request.state is RequestState.WAITING]
+        return tuple(rows)
+
+    def _touch_waiting(self) -> None:
+        """Stamp the cached prefixes of all that wait: the head of the waiting queue last, since it runs first."""
+        cache, page_size = self._cache, self._page_size
+        for request in self._from_the_back():
+            request.observe(cache.match(request.keys, request.node), page_size)
+            cache.touch(request.node)
+
+    def _from_the_back(self) -> Iterator[PrefillRequest]:
+        yield from reversed(self._bootstrap.values())
+        yield from reversed(self._waiting)
+
+    def _routing_keys(self) -> Counter[str] | None:
+        if self._order.policy is not Policy.ROUTING_KEY:
+            return None
+        admitted = (*self._in_flight.values(), *([self._continuation] if self._continuation else []))
+        return Counter(request.task.routing_key for request in admitted if request.task.routing_key)
+
+    # ---- pages ----
+
+    def _store(self, request: PrefillRequest) -> None:
+        """Hand the whole pages computed so far to the cache, and let the request's lock follow."""
+        keys = request.keys[: request.computed // self._page_size]
+        if len(keys) <= request.node.depth:
+            return
+        before = request.node
+        request.node = self._cache.insert(before, keys, request.pages, request.key, self._worth(request))
+        self._cache.lock(request.node)
+        self._cache.unlock(before)
+
+    def _worth(self, request: PrefillRequest) -> float:
+        """Greater: kept longer when eviction is by priority."""
+        priority = request.task.priority
+        if priority is None:
+            return float("-inf")
+        return -priority if self._config.low_priority_first else priority
+
+    def _settle(self, request: PrefillRequest) -> None:
+        """No chunk is left to compute: in flight until every write is terminal."""
+        if request is self._continuation:
+            self._continuation = None
+        if request.writes_terminal:
+            self._release(request)
+        else:
+            request.state = RequestState.IN_FLIGHT
+            self._in_flight[request.key] = request
+
+    def _release(self, request: PrefillRequest) -> None:
+        self._allocator.free(request.private_pages, request.key)
+        self._cache.unlock(request.node)
+        request.pages = []
+        self._end(request)
+
+    def _end(self, request: PrefillRequest) -> None:
+        request.state = RequestState.ENDED
+        del self._requests[request.key]
+
+    def _in_forward(self, request: PrefillRequest) -> bool:
+        return self._forward is not None and any(row.request is request for row in self._forward.rows)
+
+    def _check(self, task: PrefillTask) -> None:
+        length = len(task.token_ids)
+        most = longest_prompt(self._allocator.num_pages, self._page_size)
+        if not 1 <= length <= most:
+            limit = f"1 to {most} tokens, the room on this node"
+            raise InvalidField("token_ids", length, limit)
+        if len(task.page_keys) != length // self._page_size:
+            limit = f"one for each whole page of {self._page_size} tokens: {length // self._page_size}"
+            raise InvalidField("page_keys", len(task.page_keys), limit)
+        if task.priority is not None and self._config.refuse_priority and not self._config.priority_scheduling:
+            raise InvalidField("priority", task.priority, "none, since priority scheduling is off")
+
+    # ---- what others may see ----
+
+    def stats(self) -> SchedulerStats:
+        cached = self._allocator.owned(CACHE)
+        running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
+        queued = (*self._bootstrap.values(), *self._waiting, *running)
+        return SchedulerStats(
+            bootstrap=len(self._bootstrap),
+            waiting=len(self._waiting),
+            running=len(running),
+            in_flight=len(self._in_flight),
+            queued_tokens=sum(request.uncached for request in queued),
+            num_pages=self._allocator.num_pages,
+            free=self._allocator.available,
+            evictable=self._cache.evictable,
+            protected=self._cache.protected,
+            held=self._allocator.num_pages - self._allocator.available - cached,
+            passes=self._passes,
+            requests_total=self._submitted,
+            computed_tokens_total=self._computed_tokens,
+            cached_tokens_total=self._cached_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that pages, locks and queues account for each other."""
+        self._allocator.check_integrity()
+        locks = self._cache.check_integrity()
+        by_state: dict[RequestState, list[PrefillRequest]] = {state: [] for state in RequestState}
+        for request in self._requests.values():
+            by_state[request.state].append(request)
+            assert request.computed <= request.end <= request.length
+        assert by_state[RequestState.BOOTSTRAP] == list(self._bootstrap.values())
+        assert set(by_state[RequestState.WAITING]) == set(self._waiting)
+        assert len(by_state[RequestState.WAITING]) == len(self._waiting), "a request waits twice"
+        assert set(by_state[RequestState.IN_FLIGHT]) == set(self._in_flight.values())
+        for request in by_state[RequestState.RUNNING]:
+            assert request is self._continuation or self._in_forward(request), "a request is in no queue"
+        admitted = by_state[RequestState.RUNNING] + by_state[RequestState.IN_FLIGHT]
+        assert locks == len(admitted), "an admitted request holds exactly one lock, any other none"
+        for request in admitted:
+            assert request.pages[: request.node.depth] == self._cache.pages(request.node)
+            assert len(request.private_pages) == self._allocator.owned(request.key)
+        stats = self.stats()
+        assert stats.held == sum(len(request.private_pages) for request in admitted)
+        assert stats.free + stats.evictable + stats.protected + stats.held == stats.num_pages

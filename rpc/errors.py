@@ -1,0 +1,132 @@
+"""Named errors to gRPC statuses, and back.
+
+Details travel as google.rpc.ErrorInfo (reason and metadata) and, where trying again makes sense,
+google.rpc.RetryInfo, in the standard `grpc-status-details-bin` trailer. What is not a KVRelayError becomes INTERNAL
+with an id; its text stays in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from engine.core import errors as named
+from engine.core.errors import KVRelayError
+
+__all__ = ["ErrorInterceptor", "from_rpc_error"]
+
+DOMAIN = "kvrelay"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # quoted: generic in the stubs only
+log = logging.getLogger("kvrelay.rpc")
+
+_DETAILS = "grpc-status-details-bin"
+_CLASSES: dict[grpc.StatusCode, type[KVRelayError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: named.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: named.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: named.AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: named.Refused,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: named.Overloaded,
+    grpc.StatusCode.DEADLINE_EXCEEDED: named.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: named.Cancelled,
+    grpc.StatusCode.UNAVAILABLE: named.Unavailable,
+}
+
+
+def _packed(error: KVRelayError) -> bytes:
+    """The serialized google.rpc.Status of an error."""
+    details = [any_pb2.Any()]
+    details[0].Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after * 1e9))
+        retry = any_pb2.Any()
+        retry.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        details.append(retry)
+    code = cast(tuple[int, str], grpc.StatusCode[error.code].value)[0]
+    status = status_pb2.Status(code=code, message=str(error), details=details)
+    return cast(bytes, status.SerializeToString())
+
+
+def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
+    """The named error behind a failed call, with reason, metadata and retry_after as far as the server gave them."""
+    call = cast(grpc.Call, error)
+    code = call.code()
+    result = _CLASSES.get(code, KVRelayError).__new__(_CLASSES.get(code, KVRelayError))
+    KVRelayError.__init__(result, call.details() or code.name.lower())
+    result.code = code.name
+    try:
+        status = rpc_status.from_call(call)
+    except ValueError:  # a proxy or an old server answered with inconsistent details: the code still holds
+        return result
+    for detail in status.details if status else ():
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            result.reason, result.metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            result.retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+    return result
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    if not isinstance(error, KVRelayError):
+        incident = secrets.token_hex(6)
+        log.exception("handler failed", extra={"incident": incident, "method": method}, exc_info=error)
+        error = KVRelayError(f"internal error; look for incident {incident} in the server's log", incident=incident)
+    await context.abort(grpc.StatusCode[error.code], str(error), trailing_metadata=((_DETAILS, _packed(error)),))
+    raise AssertionError("abort always raises")
+
+
+def _guard_response(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Wraps every handler so that what it raises reaches the client as a status. Streams must be generators."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return cast(Handler, None)  # unknown method: grpc answers UNIMPLEMENTED
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        guard: Any = _guard_stream if handler.response_streaming else _guard_response
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        wrapped = make(
+            guard(getattr(handler, kind), handler_call_details.method),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return cast(Handler, wrapped)

@@ -1,0 +1,134 @@
+"""The process round an engine: session, health server, signals, drain. The same for both node kinds.
+
+    start engine ─► canary passed ─► attach ─► SERVING ─► SIGTERM, SIGINT or Admin.Drain
+                                                             │
+    exit 0 ◄─ leave ◄─ idle, or the deadline ◄─ finish ◄─ NOT_SERVING, tell the bootstrap, take nothing new
+
+A second signal skips the waiting. The engine thread's death or a refusal by the bootstrap ends the process with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine.core.errors import Refused
+from engine.core.loop import EngineLoop
+from engine.core.messages import Drained, NodeStats, Registration
+from engine.core.node_config import NodeConfig
+from rpc.server import RpcServer
+from rpc.session import Session, end
+
+__all__ = ["run_node"]
+
+log = logging.getLogger("kvrelay.node")
+
+WATCH_S = 0.1
+
+
+async def run_node(
+    engine: EngineLoop[Any],
+    registration: Registration,
+    config: NodeConfig,
+    observe: Callable[[NodeStats], None],
+) -> int:
+    """Run the node until it is told to leave; returns the exit code. `observe` gets the stats every `WATCH_S`."""
+    server = RpcServer(config.listen)
+    await server.start()
+    log.info("listening", extra={"port": server.port, "node": str(registration.identity)})
+    process = _NodeProcess(engine, registration, config, server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, process.signalled)
+    engine.start()
+    try:
+        return await process.run(observe)
+    finally:
+        await asyncio.to_thread(engine.stop)
+        await server.stop(1.0)
+
+
+class _NodeProcess:
+    def __init__(self, engine: EngineLoop[Any], registration: Registration, config: NodeConfig, server: RpcServer):
+        self._engine = engine
+        self._config = config
+        self._server = server
+        self._session = Session(config.bootstrap, registration, engine, self._drain_by)
+        self._leave_by: float | None = None  # draining since then; monotonic seconds
+        self._now = False  # leave without waiting
+
+    def signalled(self) -> None:
+        self._now = self._leave_by is not None
+        self._drain_by(self._config.drain_timeout)
+
+    def _drain_by(self, deadline_s: float) -> None:
+        deadline = time.monotonic() + min(deadline_s, self._config.drain_timeout)
+        self._leave_by = deadline if self._leave_by is None else min(self._leave_by, deadline)
+
+    async def run(self, observe: Callable[[NodeStats], None]) -> int:
+        while not self._engine.ready and self._engine.failure is None and self._leave_by is None:
+            await asyncio.sleep(WATCH_S)
+        session = asyncio.create_task(self._session.run())
+        serving = False
+        try:
+            while self._leave_by is None:
+                if self._engine.failure is not None:
+                    return 1
+                if session.done():
+                    return self._session_ended(session)
+                observe(self._engine.stats())
+                if serving != (useful := self._useful()):
+                    serving = useful
+                    await self._server.set_serving(serving)
+                    log.info("serving" if serving else "not serving")
+                await asyncio.sleep(WATCH_S)
+            await self._server.set_serving(False)
+            await self._drain(observe)
+            return 0
+        finally:
+            await end(session)
+
+    def _useful(self) -> bool:
+        return self._engine.turning(self._config.stall_timeout) and bool(self._session.connections)
+
+    @staticmethod
+    def _session_ended(session: asyncio.Task[None]) -> int:
+        error = session.exception()
+        refusals = error.subgroup(Refused) if isinstance(error, BaseExceptionGroup) else None
+        if refusals is None:
+            log.critical("session failed", exc_info=error)
+        else:
+            log.critical("refused by the bootstrap", extra={"error": str(refusals.exceptions[0])})
+        return 1
+
+    async def _drain(self, observe: Callable[[NodeStats], None]) -> None:
+        self._engine.begin_drain()
+        log.info("draining", extra={"seconds": round((self._leave_by or 0) - time.monotonic(), 1)})
+        try:
+            async with asyncio.timeout_at(self._loop_time(self._leave_by)):
+                await self._session.flush()  # from here on no bootstrap sends anything new
+                while not self._now and self._engine.failure is None and not await self._settled():
+                    observe(self._engine.stats())
+                for connection in tuple(self._session.connections):
+                    connection.report(Drained())
+                await asyncio.sleep(0)
+                await self._session.flush()
+        except TimeoutError:
+            log.warning("drain deadline passed", extra={"stats": self._engine.stats()})
+        log.info("drained")
+
+    async def _settled(self) -> bool:
+        """Idle, and still idle after the engine has taken in everything that had already arrived."""
+        turns = self._engine.turns
+        while self._engine.turns < turns + 2 and self._engine.alive and not self._now:
+            await asyncio.sleep(WATCH_S)
+        return self._engine.stats().idle
+
+    @staticmethod
+    def _loop_time(monotonic: float | None) -> float:
+        assert monotonic is not None
+        return asyncio.get_running_loop().time() + monotonic - time.monotonic()

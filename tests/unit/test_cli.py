@@ -1,0 +1,410 @@
+"""The client commands against a real gRPC server with canned answers."""
+
+# ruff: noqa: N802  # methods of a servicer are named as in the .proto
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cli.main import main
+from engine.core.errors import InvalidField, NotFound, Overloaded
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, types_pb2
+from kvrelay.v1 import generation_pb2 as pb
+from rpc.server import RpcServer
+
+ROOT = Path(__file__).parents[2]
+
+
+class CannedGeneration(generation_pb2_grpc.GenerationServicer):
+    """Echoes the last message or text, word by word. Some prompts do something else."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        prompt = request.text or (request.chat.messages[-1].content if request.chat.messages else "ids here")
+        if prompt == "fail":
+            raise InvalidField("sampling.top_p", 7.0, "above 0, at most 1")
+        if prompt == "busy":
+            raise Overloaded("the queue is full", retry_after=1.5, phase="queued")
+        if request.model == "other":
+            raise NotFound("model 'other' is not served here")
+        yield pb.GenerateResponse(started=pb.Started(request_id=request.request_id or "r-1", prompt_tokens=3))
+        for index, word in enumerate(prompt.split()):
+            yield pb.GenerateResponse(delta=pb.Delta(index=index, token_ids=[100 + index], text=f"{word} "))
+        if prompt == "for ever":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        yield pb.GenerateResponse(
+            finished=pb.Finished(
+                reason=types_pb2.FINISH_REASON_STOP,
+                stop_token=2,
+                text="end",
+                usage=pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=2),
+                timing=pb.Timing(total=0.5, prefill=0.25, decode=0.1, relayed_bytes=2_000_000, relay=0.001, attempts=1),
+            )
+        )
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return pb.GetModelResponse(name="tiny", max_context=2048, page_size=16)
+
+
+class CannedAdmin(admin_pb2_grpc.AdminServicer):
+    def __init__(self) -> None:
+        self.drains: list[admin_pb2.DrainRequest] = []
+        self.problems: list[str] = []
+
+    def listing(self, *, running: int = 1, draining: bool = False, gone: bool = False) -> admin_pb2.ListNodesResponse:
+        stats = types_pb2.NodeStats(
+            pages_total=64, pages_free=50, pages_cached=14, running=running, serving=not draining, draining=draining,
+            cached_tokens_total=30, computed_tokens_total=90, relayed_bytes_total=1_500_000,
+        )  # fmt: skip
+        node = admin_pb2.Node(node_id="prefill-0", incarnation="abc", role=types_pb2.ROLE_PREFILL, stats=stats)
+        node.problems.extend(self.problems)
+        return admin_pb2.ListNodesResponse(nodes=[] if gone else [node], queued_requests=2, live_requests=5)
+
+    async def ListNodes(self, request: admin_pb2.ListNodesRequest, context: Any) -> admin_pb2.ListNodesResponse:
+        return self.listing()
+
+    async def ListRequests(self, request: Any, context: Any) -> admin_pb2.ListRequestsResponse:
+        live = admin_pb2.LiveRequest(request_id="r-7", state="decoding", prefill_node="prefill-0", output_tokens=9)
+        return admin_pb2.ListRequestsResponse(requests=[live])
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+        self.drains.append(request)
+        return admin_pb2.DrainResponse()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.ListNodesResponse]:
+        yield self.listing(running=2, draining=True)
+        yield self.listing(running=1, draining=True)
+        yield self.listing(gone=True)
+
+
+class Front:
+    """The server, in a thread with an event loop of its own."""
+
+    def __init__(self) -> None:
+        self.generation = CannedGeneration()
+        self.admin = CannedAdmin()
+        self.address = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _add(self, server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(self.generation, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self.admin, server)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = RpcServer("127.0.0.1:0", ["kvrelay.v1.Generation"], self._add)
+        await server.start()
+        await server.set_serving(True)
+        self.address = f"127.0.0.1:{server.port}"
+        self._stop = asyncio.Event()
+        self._ready.set()
+        await self._stop.wait()
+        await server.stop(0)
+
+    def __enter__(self) -> Front:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    with Front() as front:
+        yield front
+
+
+@pytest.fixture
+def run(front: Front) -> Callable[..., int]:
+    def run(*argv: str) -> int:
+        return main(argv, {"KVRELAY_BOOTSTRAP": front.address})
+
+    return run
+
+
+Run = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
+
+# ---- generate ----
+
+
+def test_generate_prints_the_text(run: Run, front: Front, capsys: Capture) -> None:
+    assert (
+        run("generate", "one two", "--temperature", "0", "--seed", str(2**64 - 1), "--stop", "a,b", "--stop", "c") == 0
+    )
+    assert capsys.readouterr().out == "one two end\n"
+    (request,) = front.generation.requests
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert request.sampling.seed == 2**64 - 1
+    assert list(request.stopping.stop) == ["a,b", "c"]
+    assert not request.HasField("priority")
+
+
+def test_generate_from_standard_input_and_ids(
+    run: Run, front: Front, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text("from a file")
+    with (tmp_path / "prompt").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert run("generate", "-") == 0
+    assert run("generate", "--token-ids", "1, 2,3") == 0
+    assert capsys.readouterr().out == "from a file end\nids here end\n"
+    assert list(front.generation.requests[1].token_ids.ids) == [1, 2, 3]
+
+
+def test_generate_json_and_timing(run: Run, capsys: Capture) -> None:
+    assert run("generate", "one two", "--json", "--timing", "--request-id", "mine") == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["text"] == "one two end"
+    assert answer["token_ids"] == [100, 101]
+    assert answer["request_id"] == "mine"
+    assert (answer["finish_reason"], answer["matched"]) == ("stop", 2)
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
+    assert answer["timing"]["prefill"] == 0.25
+    lines = {line.split("  ")[1]: line.split() for line in err.splitlines() if line.startswith("  ")}
+    assert lines["prefill"][1] == "0.2500"
+    assert lines["GB/s"][1] == "2.00"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["fail"], "INVALID_ARGUMENT: sampling.top_p is 7.0; allowed: above 0, at most 1"),
+        (["busy"], "RESOURCE_EXHAUSTED: the queue is full (phase=queued, retry after 1.5 s)"),
+        (["hi", "--model", "other"], "NOT_FOUND: model 'other' is not served here"),
+        (["for ever", "--deadline", "0.2"], "DEADLINE_EXCEEDED: {address} did not finish in the time given"),
+    ],
+)
+def test_failed_request_is_one_clear_line(run: Run, front: Front, capsys: Capture, argv: list[str], line: str) -> None:
+    assert run("generate", *argv) == 1
+    assert capsys.readouterr().err == f"kvrelay: {line.format(address=front.address)}\n"
+
+
+def test_nobody_listens(capsys: Capture) -> None:
+    assert main(["generate", "hi", "--bootstrap", "127.0.0.1:1"], {}) == 1
+    assert capsys.readouterr().err == "kvrelay: UNAVAILABLE: cannot reach 127.0.0.1:1: Connection refused\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["generate"],
+        ["generate", "hi", "--token-ids", "1"],
+        ["generate", "--token-ids", "-1"],
+        ["generate", "hi", "--top-k", "-1"],
+        ["generate", "hi", "--priority", str(2**31)],
+        ["up", "--prefill", "0"],
+    ],
+)
+def test_wrong_usage(argv: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv, {})
+    assert left.value.code == 2
+
+
+def test_wrong_configuration_lists_everything(capsys: Capture) -> None:
+    env = {"KVRELAY_PAGE_SIZE": "0", "KVRELAY_DTYPE": "int3"}
+    assert main(["prefill", "--kv-memory", "lots"], env) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_prompt_that_is_no_text(run: Run, capsys: Capture) -> None:
+    assert run("generate", "\udcff") == 2
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
+# ---- chat ----
+
+
+def test_chat_once(run: Run, front: Front, capsys: Capture) -> None:
+    assert run("chat", "--system", "be brief", "hello you") == 0
+    assert capsys.readouterr().out == "hello you end\n"
+    messages = front.generation.requests[0].chat.messages
+    assert [(m.role, m.content) for m in messages] == [("system", "be brief"), ("user", "hello you")]
+
+
+def test_conversation_remembers_until_reset(
+    run: Run, front: Front, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "typed").write_text("first\n\nfail\nsecond\n/what\n/reset\nthird\n/quit\nnever\n")
+    with (tmp_path / "typed").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert run("chat", "--system", "s") == 0
+    out, err = capsys.readouterr()
+    assert out == "first end\nsecond end\nthird end\n"
+    assert "sampling.top_p" in err
+    assert "/reset forgets" in err
+    asked = [[m.content for m in request.chat.messages] for request in front.generation.requests]
+    assert asked == [
+        ["s", "first"],
+        ["s", "first", "first end", "fail"],
+        ["s", "first", "first end", "second"],
+        ["s", "third"],
+    ]
+
+
+# ---- status, drain, health ----
+
+
+def test_status(run: Run, capsys: Capture) -> None:
+    assert run("status", "--requests") == 0
+    out = capsys.readouterr().out
+    assert "tiny at 127.0.0.1:" in out
+    assert "5 live, 2 of them waiting" in out
+    header, row = (line.split() for line in out.splitlines()[3:5])
+    assert row[:5] == ["prefill-0", "prefill", "serving", "64", "50"]
+    assert header[:5] == ["node", "role", "state", "pages", "free"]
+    assert "25%" in row
+    assert "r-7" in out
+
+
+def test_status_json_and_problems(run: Run, front: Front, capsys: Capture) -> None:
+    front.admin.problems = ["page 3 has two owners"]
+    assert run("status", "--json", "--inspect") == 1
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["stats"]["pages_cached"] == 14
+    assert node["problems"] == ["page 3 has two owners"]
+
+
+def test_status_watch_prints_every_change(run: Run, capsys: Capture) -> None:
+    assert run("status", "--watch", "--json") == 0
+    states = [[node["state"] for node in json.loads(line)["nodes"]] for line in capsys.readouterr().out.splitlines()]
+    assert states == [["draining"], ["draining"], []]
+
+
+def test_drain_tells_until_the_node_is_gone(run: Run, front: Front, capsys: Capture) -> None:
+    assert run("drain", "prefill-0", "--deadline", "3") == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "prefill-0 draining: 2 running",
+        "prefill-0 draining: 1 running",
+        "prefill-0 has left",
+    ]
+    assert front.admin.drains == [admin_pb2.DrainRequest(node_id="prefill-0", deadline_seconds=3)]
+
+
+def test_drain_of_an_unknown_node(run: Run, front: Front, capsys: Capture) -> None:
+    assert run("drain", "prefill-9") == 1
+    assert "NOT_FOUND" in capsys.readouterr().err
+    assert not front.admin.drains
+
+
+def test_health(front: Front, capsys: Capture) -> None:
+    assert main(["health", front.address], {}) == 0
+    assert main(["health", front.address, "--service", "kvrelay.v1.Generation", "--wait", "5"], {}) == 0
+    assert main(["health", front.address, "--service", "no.Such"], {}) == 1
+    assert main(["health", "127.0.0.1:1"], {}) == 1
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("SERVING", "SERVING")
+    assert third.startswith("NOT_FOUND")
+    assert fourth.startswith("UNAVAILABLE")
+
+
+# ---- as a process ----
+
+
+def environment() -> dict[str, str]:
+    """One in which the packages are found without being installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "proto", "kernels"))}
+
+
+@contextlib.contextmanager
+def process(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_ctrl_c_cancels_the_request(front: Front) -> None:
+    with process("generate", "for ever", "--bootstrap", front.address) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(9) == "for ever "  # streamed, not held back until the end
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=10)
+    assert (out, err) == ("\n", "")
+    assert child.returncode == 130
+    assert front.generation.cancelled.wait(10)
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(front: Front) -> None:
+    with process("chat", "--bootstrap", front.address) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write("for ever\n")
+        child.stdin.flush()
+        assert child.stdout.read(9) == "for ever "
+        child.send_signal(signal.SIGINT)
+        assert front.generation.cancelled.wait(10)
+        out, err = child.communicate("again\n", timeout=10)
+    assert (out, err) == ("\nagain end\n", "(stopped)\n")
+    assert child.returncode == 0
+    assert [m.content for m in front.generation.requests[1].chat.messages] == ["for ever", "for ever ", "again"]
+
+
+def test_reader_that_leaves_early(front: Front) -> None:
+    with process("generate", "a b c", "--bootstrap", front.address) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.wait(timeout=10) in (0, 1)
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, cli.main\n"
+        "try: cli.main.main(sys.argv[1:], {})\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    for argv, absent in (
+        (["--help"], {"grpc", "google.protobuf", "torch", "transformers", "nixl", "numpy"}),
+        (["generate", "--help"], {"torch", "transformers", "nixl", "numpy"}),
+        (["health", "127.0.0.1:1"], {"torch", "transformers", "nixl", "numpy"}),
+        (["prefill", "--help"], {"torch", "transformers", "nixl"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *argv], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert not absent & set(done.stderr.split())

@@ -1,0 +1,300 @@
+"""What the front door does when a node is lost, fails a room, hangs or drains."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.front_door import House, ask, token
+
+from bootstrap.config import BootstrapConfig
+from bootstrap.registry import Node
+from bootstrap.requests import LiveRequest
+from engine.core.errors import DeadlineExceeded, KVRelayError, NotFound, Refused, Unavailable
+from engine.core.messages import Abort, Drain, Heartbeat, NodeStats, PeerLeft, RoomFailed, RoomQuiesced, WriterQuiesced
+from engine.core.sampling import FinishReason
+from engine.core.types import Role, RoomKey
+
+
+@pytest.fixture
+def house() -> House:
+    """Two nodes of each role."""
+    house = House()
+    for role in Role:
+        for number in (1, 2):
+            house.join(role, f"{role}-{number}")
+    return house
+
+
+def node(house: House, node_id: str) -> Node:
+    found = house.front.registry.get(node_id)
+    assert found is not None
+    return found
+
+
+def parts(request: LiveRequest) -> tuple[Node, Node]:
+    assert request.attempt is not None
+    assert request.attempt.prefill is not None
+    assert request.attempt.decode is not None
+    return request.attempt.prefill, request.attempt.decode
+
+
+def key_of(request: LiveRequest) -> RoomKey:
+    assert request.attempt is not None
+    return request.attempt.key
+
+
+def finish(house: House, request: LiveRequest) -> list[int]:
+    """Run the present attempt to its end; the indices the client saw of it."""
+    prefill, decode = parts(request)
+    key = key_of(request)
+    house.grant(decode, key)
+    first = len(request.output)
+    last = request.ask.stopping.max_new_tokens - 1
+    house.output(prefill, token(key, first, FinishReason.LENGTH if first == last else None))
+    for index in range(first + 1, last + 1):
+        house.output(decode, token(key, index, FinishReason.LENGTH if index == last else None))
+    assert request.finish is FinishReason.LENGTH
+    taken = request.take()
+    assert {t.key for t in taken} == {key}, "nothing of an earlier attempt"
+    return [t.index for t in taken]
+
+
+def test_a_prefill_node_lost_before_token_0(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    old = key_of(request)
+    house.grant(decode)
+    house.front.leave(prefill, "gone")
+    house.check()
+    assert Abort(old, house.links[decode].of(Abort)[0].reason) in house.links[decode].sent
+    assert key_of(request).epoch == old.epoch + 1
+    assert key_of(request).room != old.room
+    assert parts(request)[0] is not prefill
+    assert finish(house, request) == [0, 1, 2, 3]
+    assert request.attempts == 2
+
+
+def test_a_decode_node_lost_while_decoding(house: House) -> None:
+    request = house.submit(ask(max_new_tokens=6))
+    prefill, decode = parts(request)
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0))
+    house.output(decode, token(key, 1))
+    house.output(decode, token(key, 3))  # early: must be made again
+    house.front.leave(decode, "gone")
+    house.check()
+    task = house.submitted(parts(request)[0])[-1].task
+    assert task.token_ids == (*range(10), 1000, 1001)
+    assert task.first_index == 2
+    assert house.reserved(parts(request)[1])[-1].reservation.first_index == 2
+    assert [t.index for t in request.take()] == [0, 1]
+    assert finish(house, request) == [2, 3, 4, 5]
+
+
+def test_the_prefill_node_is_not_needed_once_every_page_arrived(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0))
+    house.output(decode, token(key, 1))
+    house.front.leave(prefill, "gone")
+    house.check()
+    assert key_of(request) == key
+    house.output(decode, token(key, 2), token(key, 3, FinishReason.LENGTH))
+    assert request.finish is FinishReason.LENGTH
+    assert request.attempts == 1
+
+
+def test_but_it_is_while_its_token_has_not_come(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    key = house.grant(decode)
+    house.output(decode, token(key, 1))
+    house.front.leave(prefill, "gone")
+    house.check()
+    assert key_of(request) != key
+    assert finish(house, request) == [0, 1, 2, 3]
+
+
+def test_abort_comes_before_the_news_that_the_writer_left(house: House) -> None:
+    """So the decode node fences the pages first, and then learns that it need not wait."""
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    house.grant(decode)
+    house.front.leave(prefill, "gone")
+    kinds = [type(command) for command in house.links[decode].sent]
+    assert kinds.index(Abort) < kinds.index(PeerLeft)
+
+
+def test_a_failed_room_goes_to_other_nodes(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    house.grant(decode)
+    house.front.on_report(prefill, RoomFailed(key_of(request), "transferring", "write failed"))
+    house.check()
+    assert parts(request)[0] is not prefill
+    assert parts(request)[1] is not decode
+    assert finish(house, request) == [0, 1, 2, 3]
+
+
+def test_the_same_nodes_are_tried_again_when_there_are_no_others() -> None:
+    house = House()
+    prefill, decode = house.join(Role.PREFILL), house.join(Role.DECODE)
+    request = house.submit(ask())
+    for attempt in range(3):
+        assert request.attempts == attempt + 1
+        house.grant(decode, key_of(request))
+        house.front.on_report(decode, RoomFailed(key_of(request), "transferring", "checksum"))
+        house.check()
+    assert isinstance(request.error, Unavailable)
+    assert request.error.metadata["phase"] == "transferring"
+    assert "checksum" in str(request.error)
+    assert len(house.links[prefill].of(Abort)) == 3
+
+
+def test_a_room_that_no_other_node_can_save(house: House) -> None:
+    request = house.submit(ask())
+    _, decode = parts(request)
+    house.front.on_report(decode, RoomFailed(key_of(request), "decoding", "too large alone", retriable=False))
+    house.check()
+    assert request.error is not None
+    assert request.error.code == KVRelayError.code
+    assert request.attempts == 1
+
+
+def test_retraction_is_no_failure() -> None:
+    house = House(BootstrapConfig(max_attempts=1))
+    prefill, decode = house.join(Role.PREFILL), house.join(Role.DECODE)
+    request = house.submit(ask(max_new_tokens=20))
+    for _ in range(5):
+        key = house.grant(decode, key_of(request))
+        house.output(prefill, token(key, len(request.output)))
+        house.front.on_report(decode, RoomFailed(key, "decoding", "retracted: out of pages"))
+        house.check()
+    assert not request.ended
+    assert request.attempts == 6
+    assert [t.index for t in request.take()] == [0, 1, 2, 3, 4]
+
+
+def test_the_last_node_of_a_pool_gone(house: House) -> None:
+    request = house.submit(ask())
+    _, decode = parts(request)
+    house.grant(decode)
+    other = next(n for n in house.front.registry.nodes(Role.DECODE) if n is not decode)
+    house.front.leave(other, "gone")
+    house.front.leave(decode, "gone")
+    house.advance(1.1, *house.front.registry.nodes())
+    assert isinstance(request.error, Unavailable)
+    assert request.error.reason == "NO_DECODE_NODE"
+    assert request.error.metadata["phase"] == "reserved"
+    assert "gone" in str(request.error)
+
+
+def test_a_silent_node_is_gone_when_its_lease_ends(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    house.grant(decode)
+    others = [n for n in house.front.registry.nodes() if n is not prefill]
+    for _ in range(6):
+        house.advance(1.0, *others)
+    assert house.front.registry.get(prefill.node_id) is None
+    assert isinstance(house.links[prefill].closed, Unavailable)
+    assert parts(request)[0] is not prefill
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "suspects"),
+    [("reserved", 300, {"prefill"}), ("transferring", 60, {"prefill", "decode"}), ("decoding", 60, {"decode"})],
+)
+def test_a_phase_that_hangs_is_tried_elsewhere(house: House, phase: str, seconds: int, suspects: set[str]) -> None:
+    request = house.submit(ask())
+    before = parts(request)
+    key = house.grant(before[1])
+    if phase != "reserved":
+        house.output(before[0], token(key, 0))
+    if phase == "decoding":
+        house.output(before[1], token(key, 1))
+    nodes = house.front.registry.nodes()
+    for _ in range(seconds - 1):
+        house.advance(1.0, *nodes)
+    assert key_of(request) == key
+    house.advance(1.0, *nodes)
+    assert key_of(request) != key
+    changed = {str(old.role) for old, new in zip(before, parts(request), strict=True) if old is not new}
+    assert changed >= suspects
+    assert finish(house, request)[-1] == 3
+
+
+def test_hanging_everywhere_is_a_deadline_that_names_the_phase() -> None:
+    house = House(BootstrapConfig(max_attempts=2))
+    prefill, decode = house.join(Role.PREFILL), house.join(Role.DECODE)
+    request = house.submit(ask())
+    for _ in range(2):
+        house.grant(decode, key_of(request))
+        for _ in range(300):
+            house.advance(1.0, prefill, decode)
+    assert isinstance(request.error, DeadlineExceeded)
+    assert request.error.metadata["phase"] == "reserved"
+
+
+def test_tokens_keep_a_long_answer_alive(house: House) -> None:
+    request = house.submit(ask(max_new_tokens=50))
+    prefill, decode = parts(request)
+    key = house.grant(decode)
+    nodes = house.front.registry.nodes()
+    house.output(prefill, token(key, 0))
+    for index in range(1, 10):
+        for _ in range(10):
+            house.advance(4.0, *nodes)
+        house.output(decode, token(key, index))
+    assert key_of(request) == key
+
+
+def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    house.front.drain_node(prefill.node_id, 30.0)
+    assert house.links[prefill].of(Drain) == [Drain(30.0)]
+    for number in range(4):
+        house.submit(ask(f"more-{number}"))
+    assert len(house.submitted(prefill)) == 1
+    key = house.grant(decode, key_of(request))
+    house.output(prefill, token(key, 0, FinishReason.LENGTH))
+    assert request.finish is FinishReason.LENGTH
+
+
+def test_a_node_that_drains_on_its_own_says_so(house: House) -> None:
+    decode = node(house, "decode-1")
+    house.front.on_report(decode, Heartbeat(NodeStats(head_room=400, serving=True, draining=True)))
+    for number in range(3):
+        house.submit(ask(f"r{number}"))
+    assert not house.reserved(decode)
+
+
+def test_draining_a_node_nobody_knows(house: House) -> None:
+    with pytest.raises(NotFound):
+        house.front.drain_node("nobody", 1.0)
+
+
+def test_a_new_incarnation_replaces_the_old_one(house: House) -> None:
+    request = house.submit(ask())
+    old, decode = parts(request)
+    house.grant(decode)
+    new = house.join(Role.PREFILL, old.node_id, incarnation="2")
+    assert house.front.registry.get(old.node_id) is new
+    assert isinstance(house.links[old].closed, Refused)
+    assert house.links[old].closed.reason == "NODE_REPLACED"
+    kinds = [type(c).__name__ for c in house.links[decode].sent if type(c).__name__.startswith("Peer")]
+    assert kinds[-2:] == ["PeerLeft", "PeerJoined"]
+    house.front.leave(old, "its session ended")  # the old stream ends after the new one began
+    assert house.front.registry.get(old.node_id) is new
+    assert finish(house, request) == [0, 1, 2, 3]
+
+
+def test_nobody_waits_for_a_writer_that_left(house: House) -> None:
+    request = house.submit(ask())
+    prefill, decode = parts(request)
+    key = house.grant(decode)
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    house.front.leave(prefill, "gone")
+    house.front.on_report(prefill, RoomQuiesced(key))
+    assert not house.links[decode].of(WriterQuiesced)

@@ -1,0 +1,337 @@
+"""One request through the front door: order of messages, ends, deadlines, what nodes are told."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.front_door import House, ask, token
+
+from bootstrap.config import BootstrapConfig
+from bootstrap.registry import Node
+from engine.core.errors import AlreadyExists, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
+from engine.core.messages import (
+    Abort,
+    DecodeReport,
+    Heartbeat,
+    NodeStats,
+    PrefillReport,
+    RelayReport,
+    RoomQuiesced,
+    StepOutput,
+    WriterQuiesced,
+)
+from engine.core.page_keys import page_keys
+from engine.core.sampling import FinishReason, SamplingParams
+from engine.core.types import Role
+
+FULL = NodeStats(pages_total=100, pages_held=100, head_room=0, running=3, serving=True)
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+@pytest.fixture
+def prefill(house: House) -> Node:
+    return house.join(Role.PREFILL)
+
+
+@pytest.fixture
+def decode(house: House) -> Node:
+    return house.join(Role.DECODE)
+
+
+def test_a_request_from_arrival_to_its_last_token(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    task = house.submitted(prefill)[0].task
+    assert task.page_keys == page_keys(range(10), 4)
+    reservation = house.reserved(decode)[0].reservation
+    assert reservation.key == task.key
+    assert reservation.writer == prefill.identity
+    assert reservation.history == ()
+    key = house.grant(decode)
+    granted = house.granted(prefill)[0]
+    assert (granted.key, granted.peer, granted.pages) == (key, decode.identity, (1, 2, 3))
+    house.output(prefill, token(key, 0))
+    house.output(decode, token(key, 1), token(key, 2))
+    house.output(decode, token(key, 3, FinishReason.LENGTH))
+    assert [t.index for t in request.take()] == [0, 1, 2, 3]
+    assert request.finish is FinishReason.LENGTH
+    assert not house.front.requests
+    assert not house.links[prefill].of(Abort) + house.links[decode].of(Abort)
+
+
+def test_the_decode_node_may_be_heard_before_the_prefill_node(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.output(decode, token(key, 1))
+    house.output(decode, token(key, 2))
+    assert request.take() == []
+    house.output(prefill, token(key, 0))
+    assert [t.index for t in request.take()] == [0, 1, 2]
+
+
+def test_what_comes_twice_is_given_once(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    for _ in range(2):
+        house.output(prefill, token(key, 0))
+        house.output(decode, token(key, 1))
+    assert [t.index for t in request.take()] == [0, 1]
+
+
+def test_an_end_at_token_0_is_an_abort_for_both(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0, FinishReason.STOP))
+    assert request.finish is FinishReason.STOP
+    assert [abort.key for abort in house.links[prefill].of(Abort) + house.links[decode].of(Abort)] == [key, key]
+
+
+def test_late_messages_are_dropped_and_counted(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    house.output(prefill, token(key, 0))
+    house.grant(decode, key)
+    assert request.take() == []
+    assert (house.late("token"), house.late("grant")) == (1, 1)
+    assert not house.granted(prefill)[1:]
+
+
+def test_a_node_cannot_speak_for_a_room_that_is_not_its_own(house: House, prefill: Node, decode: Node) -> None:
+    other = house.join(Role.DECODE, "decode-2", stats=FULL)
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.output(other, token(key, 0))
+    assert request.take() == []
+    assert house.late("token") == 1
+
+
+def test_timing_is_summed_from_here_and_from_reports(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    house.clock.advance(0.5)
+    key = house.grant(decode)
+    house.clock.advance(1.0)
+    report = PrefillReport(key, cached_tokens=8, chunks=1, prefill_wait=0.2, prefill=0.7)
+    house.front.on_output(prefill, StepOutput((token(key, 0),), prefilled=(report,)))
+    house.front.on_output(prefill, StepOutput(relayed=(RelayReport(key, 3072, 0.25),)))
+    house.clock.advance(2.0)
+    last = token(key, 1, FinishReason.LENGTH)
+    house.front.on_output(decode, StepOutput((last,), decoded=(DecodeReport(key, handoff=0.1, decode=1.9),)))
+    timing = request.timing
+    assert (timing.queue, timing.grant_wait, timing.first_token, timing.total) == (0.0, 0.5, 1.5, 3.5)
+    assert (timing.prefill_wait, timing.prefill, timing.handoff, timing.decode) == (0.2, 0.7, 0.1, 1.9)
+    assert (timing.relayed_bytes, timing.relay) == (3072, 0.25)
+    assert request.cached_tokens == 8
+    house.check()
+
+
+def test_penalties_need_the_history(house: House, prefill: Node, decode: Node) -> None:
+    house.submit(ask(sampling=SamplingParams(presence_penalty=0.5)))
+    assert house.reserved(decode)[0].reservation.history == tuple(range(10))
+
+
+# ---- refused at arrival ----
+
+
+def test_two_live_requests_of_one_id(house: House, prefill: Node, decode: Node) -> None:
+    house.submit(ask())
+    with pytest.raises(AlreadyExists):
+        house.submit(ask())
+
+
+def test_the_queue_is_bounded() -> None:
+    house = House(BootstrapConfig(max_queue=2))
+    house.join(Role.PREFILL)
+    house.join(Role.DECODE, stats=FULL)
+    house.submit(ask("r1"))
+    house.submit(ask("r2"))
+    with pytest.raises(Overloaded) as refused:
+        house.submit(ask("r3"))
+    assert refused.value.retry_after is not None
+
+
+def test_what_can_never_fit_is_refused_naming_field_and_limit(house: House, prefill: Node, decode: Node) -> None:
+    # 100 pages of 4 tokens; 8 tokens reserved on the decode node, one page and two tokens on the prefill node.
+    house.submit(ask("fits", range(392), max_new_tokens=8))
+    with pytest.raises(InvalidField, match="prompt tokens is 393") as refused:
+        house.submit(ask("too long", range(393)))
+    assert refused.value.metadata["field"] == "prompt tokens"
+    with pytest.raises(InvalidField) as refused:
+        house.submit(ask("too greedy", range(300), max_new_tokens=101))
+    assert refused.value.metadata["field"] == "stopping.max_new_tokens"
+
+
+def test_one_node_that_is_large_enough_will_do(house: House) -> None:
+    small = house.join(Role.PREFILL, "small", num_pages=10)
+    large = house.join(Role.PREFILL, "large")
+    house.join(Role.DECODE, "small-d", num_pages=10)
+    large_decode = house.join(Role.DECODE, "large-d")
+    house.submit(ask(token_ids=range(200)))
+    assert not house.submitted(small)
+    assert house.submitted(large)
+    assert house.reserved(large_decode)
+
+
+def test_without_a_node_of_a_role_a_request_fails_within_a_heartbeat(house: House, prefill: Node) -> None:
+    request = house.submit(ask())  # a decode node may be about to come back
+    house.advance(0.9, prefill)
+    assert not request.ended
+    house.advance(0.2, prefill)
+    assert isinstance(request.error, Unavailable)
+    assert (request.error.reason, request.error.metadata["phase"]) == ("NO_DECODE_NODE", "queued")
+    with pytest.raises(Unavailable):
+        house.submit(ask("r2"))
+
+
+def test_a_node_that_comes_back_in_time_finds_the_request_waiting(house: House) -> None:
+    request = house.submit(ask())
+    house.clock.advance(0.5)
+    prefill, decode = house.join(Role.PREFILL), house.join(Role.DECODE)
+    house.advance(0.1)
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0, FinishReason.LENGTH))
+    assert request.finish is FinishReason.LENGTH
+
+
+def test_nothing_is_taken_in_while_shutting_down(house: House, prefill: Node, decode: Node) -> None:
+    live = house.submit(ask())
+    house.front.draining = True
+    with pytest.raises(Unavailable):
+        house.submit(ask("r2"))
+    house.front.fail_all(lambda: Unavailable("over", phase="shutdown"))
+    assert isinstance(live.error, Unavailable)
+    assert house.links[prefill].of(Abort)
+
+
+# ---- the wait for a decode node ----
+
+
+def test_a_decode_node_is_asked_only_when_it_has_room(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    house.submit(ask())
+    assert house.submitted(prefill), "the prefill node sees the request at once"
+    assert not house.reserved(decode)
+    house.advance(0.1)
+    house.front.on_report(decode, _heartbeat(head_room=19))
+    assert not house.reserved(decode), "12 tokens of pages and 8 reserved are more than 19"
+    house.front.on_report(decode, _heartbeat(head_room=20))
+    assert house.reserved(decode)
+
+
+def test_reservations_not_yet_granted_count_against_the_room(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    house.submit(ask("r1"))
+    house.submit(ask("r2"))
+    house.front.on_report(decode, _heartbeat(head_room=39))
+    assert len(house.reserved(decode)) == 1
+    house.grant(decode, head_room=20)
+    assert len(house.reserved(decode)) == 2
+
+
+def test_the_end_of_an_answer_makes_room_before_the_next_heartbeat(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    house.submit(ask("r1"))
+    house.submit(ask("r2"))
+    house.front.on_report(decode, _heartbeat(head_room=20))
+    key = house.grant(decode, head_room=0)
+    assert len(house.reserved(decode)) == 1
+    house.output(prefill, token(key, 0))
+    house.output(decode, token(key, 1, FinishReason.LENGTH))
+    assert len(house.reserved(decode)) == 2
+
+
+def test_the_queue_goes_by_priority_then_arrival(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    for name, priority in (("none", None), ("low", 1), ("high", 5), ("high2", 5)):
+        house.submit(ask(name, priority=priority))
+    house.front.on_report(decode, _heartbeat(head_room=1000))
+    assert [r.reservation.request_id for r in house.reserved(decode)] == ["high", "high2", "low", "none"]
+
+
+def test_lower_priority_first_on_request() -> None:
+    house = House(BootstrapConfig(lower_priority_first=True))
+    house.join(Role.PREFILL)
+    decode = house.join(Role.DECODE, stats=FULL)
+    for name, priority in (("none", None), ("high", 5), ("low", 1)):
+        house.submit(ask(name, priority=priority))
+    house.front.on_report(decode, _heartbeat(head_room=1000))
+    assert [r.reservation.request_id for r in house.reserved(decode)] == ["low", "high", "none"]
+
+
+def test_a_large_request_at_the_head_is_not_overtaken(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    house.submit(ask("large", range(100)))
+    house.submit(ask("small", range(4)))
+    house.front.on_report(decode, _heartbeat(head_room=50))
+    assert not house.reserved(decode)
+
+
+def test_waiting_too_long_for_a_decode_node(house: House, prefill: Node) -> None:
+    decode = house.join(Role.DECODE, stats=FULL)
+    request = house.submit(ask())
+    for _ in range(60):
+        house.advance(1.0, prefill, decode)
+    assert isinstance(request.error, DeadlineExceeded)
+    assert request.error.metadata["phase"] == "queued"
+    assert request.error.retry_after is not None
+    assert house.links[prefill].of(Abort)
+
+
+# ---- ends that a client brings about ----
+
+
+def test_abort_by_id(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.front.abort("r1")
+    assert request.finish is FinishReason.ABORT
+    assert [a.key for a in house.links[prefill].of(Abort)] == [key]
+    assert [a.key for a in house.links[decode].of(Abort)] == [key]
+    with pytest.raises(NotFound):
+        house.front.abort("r1")
+
+
+def test_the_clients_deadline_ends_it_everywhere(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask(deadline=house.clock() + 2.0))
+    house.grant(decode)
+    house.advance(2.0, prefill, decode)
+    assert isinstance(request.error, DeadlineExceeded)
+    assert request.error.metadata["phase"] == "reserved"
+    assert house.links[prefill].of(Abort)
+    assert house.links[decode].of(Abort)
+
+
+# ---- the writer's last word ----
+
+
+def test_quiesced_is_relayed_while_live_and_long_after(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    house.advance(1.0, prefill, decode)
+    assert not house.links[decode].of(WriterQuiesced)
+    house.front.on_report(prefill, RoomQuiesced(key))
+    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(key)]
+    house.front.on_report(prefill, RoomQuiesced(key))
+    assert len(house.links[decode].of(WriterQuiesced)) == 1
+
+
+def test_a_writer_that_was_done_already_is_not_waited_for(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.front.on_report(prefill, RoomQuiesced(key))
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(key)]
+
+
+def test_a_writer_that_never_learned_the_address_is_done(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.reserved(decode)[0].reservation.key
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    assert house.links[decode].sent[-2:] == [Abort(key, "enough"), WriterQuiesced(key)]
+
+
+def _heartbeat(head_room: int) -> Heartbeat:
+    return Heartbeat(NodeStats(pages_total=100, pages_held=50, head_room=head_room, running=1, serving=True))

@@ -1,0 +1,137 @@
+"""Prompts to ids, chats to prompts, tokens to deltas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.tiny_tokenizer import EOS, byte_level_tokenizer, write_model
+
+from bootstrap.answer import Answer, AnswerOptions
+from bootstrap.chat import ChatMessage, ChatTemplate
+from bootstrap.text import TextModel
+from engine.core.errors import ConfigError, InvalidField
+from engine.core.sampling import FinishReason
+from engine.core.types import RoomKey, TokenOutput
+
+KEY = RoomKey(1, 0)
+MODEL = TextModel(byte_level_tokenizer())
+HELLO = [ChatMessage("user", "hello")]
+
+
+def tokens(text: str, finish: FinishReason | None = None) -> list[TokenOutput]:
+    ids = MODEL.encode(text)
+    ends = [None] * (len(ids) - 1) + [finish]
+    return [TokenOutput(KEY, i, id, -float(i), end) for i, (id, end) in enumerate(zip(ids, ends, strict=True))]
+
+
+# ---- chat templates ----
+
+
+def test_a_model_directory(tmp_path: Path) -> None:
+    text = TextModel.load(write_model(tmp_path))
+    assert text.has_chat
+    rendered = text.render_chat(HELLO)
+    assert rendered == f"<|user|>hello{EOS}<|assistant|>"
+    assert text.decode(text.encode_chat(rendered)) == rendered
+    assert len(text.encode_chat(rendered)) == 4  # three special tokens, and `hello` is one by merges
+
+
+def test_a_template_may_stand_in_the_tokenizer_configuration(tmp_path: Path) -> None:
+    write_model(tmp_path, template=None)
+    assert not TextModel.load(tmp_path).has_chat
+    with pytest.raises(InvalidField):
+        TextModel.load(tmp_path).render_chat(HELLO)
+    for template in ('"{{ messages[0].content }}!"', '[{"name": "default", "template": "{{ messages[0].content }}!"}]'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {template}}}')
+        assert TextModel.load(tmp_path).render_chat(HELLO) == "hello!"
+
+
+def test_a_template_that_cannot_be_compiled_leaves_a_model_without_chat(tmp_path: Path) -> None:
+    assert not TextModel.load(write_model(tmp_path, template="{% for %}")).has_chat
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        TextModel.load(tmp_path)
+
+
+def test_what_templates_rely_on() -> None:
+    source = (
+        "{{ bos_token }}{{ messages | tojson }}{{ strftime_now('%Y') | length }}"
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m['role'] }}{% endfor %}"
+    )
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render([ChatMessage("user", "<é>"), ChatMessage("x", "y")])
+    assert rendered == '<s>[{"role": "user", "content": "<é>"}, {"role": "x", "content": "y"}]4user'
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ raise_exception('roles must alternate') }}", "{{ messages[7].content }}", "{{ messages.append(1) }}"],
+)
+def test_a_template_that_refuses(source: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        ChatTemplate(source, {}).render(HELLO)
+    assert refused.value.metadata["field"] == "chat.messages"
+
+
+def test_templates_run_sandboxed() -> None:
+    with pytest.raises(InvalidField):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}).render(HELLO)
+
+
+# ---- answers ----
+
+
+def test_pieces_carry_what_was_asked_for() -> None:
+    answer = Answer(MODEL, AnswerOptions(logprobs=True))
+    hello = tokens("hello world")
+    first, second = answer.extend(hello[:2]), answer.extend(hello[2:])
+    assert (first.index, second.index) == (0, 2)
+    assert first.token_ids + second.token_ids == MODEL.encode("hello world")
+    assert first.text + second.text + answer.finish() == "hello world"
+    assert first.logprobs == (0.0, -1.0)
+
+
+def test_nothing_is_sent_that_was_not_asked_for() -> None:
+    piece = Answer(MODEL, AnswerOptions(text=False, token_ids=False)).extend(tokens("hello"))
+    assert (piece.token_ids, piece.text, piece.logprobs) == ((), "", ())
+
+
+def test_a_stop_string_across_tokens_cuts_the_text_and_counts_its_tokens() -> None:
+    answer = Answer(MODEL, AnswerOptions(stop=("lo w",)))
+    pieces = [answer.extend([token]) for token in tokens("hello world")]
+    assert "".join(piece.text for piece in pieces) + answer.finish() == "hel"
+    assert answer.matched_stop == "lo w"
+    assert answer.tokens == 2, "`hello` and ` w`: what comes after the match is no part of the answer"
+
+
+def test_stop_strings_end_an_answer_whose_text_is_not_wanted() -> None:
+    answer = Answer(MODEL, AnswerOptions(stop=("world",), text=False))
+    assert answer.extend(tokens("hello world")).text == ""
+    assert answer.matched_stop == "world"
+
+
+def test_stop_strings_do_not_count_before_min_new_tokens() -> None:
+    answer = Answer(MODEL, AnswerOptions(stop=("h",), min_new_tokens=1))
+    assert answer.extend(tokens("hello hi")).text == "hello "
+    assert answer.matched_stop == "h"
+
+
+def test_the_token_that_stopped_it_is_not_shown() -> None:
+    answer = Answer(MODEL, AnswerOptions())
+    piece = answer.extend(tokens("hello wx", FinishReason.STOP))
+    assert piece.text + answer.finish() == "hello w"
+    assert answer.tokens == 3
+
+
+def test_text_held_back_comes_at_the_end() -> None:
+    answer = Answer(MODEL, AnswerOptions(stop=("hello world!",)))
+    assert answer.extend(tokens("hello world")).text == ""
+    assert answer.finish() == "hello world"
+
+
+def test_an_unfinished_character_at_the_end() -> None:
+    answer = Answer(MODEL, AnswerOptions())
+    assert answer.extend(tokens("é")[:1]).text == ""
+    assert answer.finish() == "\ufffd"
