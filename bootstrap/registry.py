@@ -203,6 +203,13 @@ class Registry:
             (role for role, since in self._empty_since.items() if since is not None and now - since > grace), None
         )
 
+    def answer_room(self, prompt_tokens: int) -> int | None:
+        """Tokens that the largest decode pool holds after a prompt; None while no decode node is attached."""
+        pools = [
+            node.registration.memory.num_pages * node.registration.layout.page_size for node in self.nodes(Role.DECODE)
+        ]
+        return max(pools) - prompt_tokens if pools else None
+
     def refusal(self, prompt_tokens: int, new_tokens: int) -> InvalidField | None:
         """Why no attached node of some role could ever run a request; None when each role has one that can."""
         for role in Role:

@@ -68,7 +68,7 @@ def sampling_from_wire(message: types_pb2.Sampling) -> SamplingParams:
 def stopping_from_wire(
     message: types_pb2.Stopping, *, default: int, room: int, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> StoppingParams:
-    """`room`: tokens that the context leaves after the prompt. Raises InvalidField.
+    """`default`: answer length when none is asked for. `room`: what the context leaves. Raises InvalidField.
 
     An answer length that was asked for and does not fit is refused, as an answer cut short without a word is worse;
     one that was not asked for is the default, or min_new_tokens if that is more, cut to the room.

@@ -126,16 +126,17 @@ def _status_text(
 
 def _node_table(listing: admin_pb2.ListNodesResponse) -> str:
     header = ["node", "role", "state", "pages", "free", "cached", "held", "fenced"]
-    header += ["ungranted", "waiting", "running", "moving", "tokens/s", "cache hits", "relayed", "seen"]
+    header += ["ungranted", "waiting", "running", "moving", "room", "tokens/s", "cache hits", "relayed", "seen"]
     rows = [header]
     for node in listing.nodes:
         s = node.stats
         pages = [str(n) for n in (s.pages_total, s.pages_free, s.pages_cached, s.pages_held, s.pages_fenced)]
         queues = [str(n) for n in (s.ungranted, s.waiting, s.running, s.transferring)]
+        room = str(s.head_room) if node.role == types_pb2.ROLE_DECODE else "-"
         looked_up = s.cached_tokens_total + s.computed_tokens_total
         hits = f"{s.cached_tokens_total / looked_up:.0%}" if looked_up else "-"
         rates = [f"{s.tokens_per_second:.0f}", hits, bytes_text(s.relayed_bytes_total), f"{node.heartbeat_age:.1f} s"]
-        rows.append([node.node_id, str(_ROLES.get(node.role, "?")), node_state(node), *pages, *queues, *rates])
+        rows.append([node.node_id, str(_ROLES.get(node.role, "?")), node_state(node), *pages, *queues, room, *rates])
     return table(rows, left=3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,9 @@ def _service(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], i
 
     def load_and_run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
         file = flags.config or (Path(env[variable]) if env.get(variable) else None)
-        return run(load(cls, file=file, env=env, flags=vars(flags)))
+        code = run(load(cls, file=file, env=env, flags=vars(flags)))
+        gc.freeze()  # or the interpreter looks through all of torch for garbage once more: seconds, at the very end
+        return code
 
     parser.set_defaults(run=load_and_run)
 

@@ -223,7 +223,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         candidates = [Candidate(r.key, r.prompt, r.max_new, priority=r.reservation.priority) for r in queued]
         for key in admit(self._state(candidates)).admitted:
             room = self._rooms[key]
-            room.pages = self._allocator.allocate(self._device.layout.pages_for(room.prompt), key)
+            room.pages.extend(self._allocator.allocate(self._device.layout.pages_for(room.prompt), key))
             room.state = RoomState.ARRIVING
             self._receiver.expect(key, len(room.pages))
             room.link.report(Grant(key, tuple(room.pages), self._head_room()))
@@ -261,7 +261,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             if victim in needy:
                 needy.remove(victim)
         for room in needy:
-            room.pages += self._allocator.allocate(1, room.key)
+            room.pages.extend(self._allocator.allocate(1, room.key))
         return running
 
     def _decode(self, running: list[DecodeRoom]) -> None:

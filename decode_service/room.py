@@ -10,6 +10,7 @@ land, so its pages go to the fence first and become free from there.
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from engine.core.lifetime import Timeline
@@ -32,7 +33,7 @@ class DecodeRoom:
     link: Link
     times: Timeline
     state: RoomState = RoomState.QUEUED
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))  # an array is read into a batch at memory speed
     writer_quiet: bool = False  # the writer has said that it is done with this room
     # From here on: known once the pages are here.
     last_token: int = -1  # the newest token, whose KV is not yet computed

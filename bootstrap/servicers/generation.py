@@ -115,9 +115,11 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         if room < 1:
             limit = f"at most {self._max_context() - 1} tokens, one less than the context"
             raise InvalidField("prompt tokens", len(token_ids), limit)
+        fits = self._front.registry.answer_room(len(token_ids))
+        usual = self._config.default_max_new_tokens
         stopping = wire.stopping_from_wire(
             message.stopping,
-            default=self._config.default_max_new_tokens,
+            default=usual if fits is None else max(1, min(usual, fits)),
             room=room,
             eos_token_ids=self._model.eos_token_ids,
             vocab_size=self._model.vocab_size,

@@ -11,6 +11,7 @@
     ├── Cancelled                 CANCELLED            the caller asked
     ├── Unavailable               UNAVAILABLE          a node or a pool is gone (carries phase)
     └── ConfigError               (start-up only)      the operator's: lists every mistake at once
+        └── ModelRefused          (engine.core.model_store) this model cannot be served, and why
 
 Each carries what a caller may act on, as strings, in `metadata`; `rpc.errors` turns them into statuses with
 google.rpc.ErrorInfo. `code` is the name of the gRPC status, so that this module needs no grpc.

@@ -196,6 +196,6 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 assert link is not None
                 problems = self.integrity_problems()
                 self._stats = self.collect_stats()
-                link.report(Inspection(inspection_id, self._stats, problems))
+                link.report(Inspection(inspection_id, self.stats(), problems))
             case _:
                 self.handle(link, item)

@@ -126,7 +126,7 @@ def ensure_prepared(name: str, cache_dir: Path, progress: Callable[[str], None])
     source = resolve(name)
     if (found := find_prepared(source, cache_dir)) is not None:
         return found
-    command = [sys.executable, "-m", "engine.device.prepare", name, "--cache-dir", str(cache_dir)]
+    command = [sys.executable, "-P", "-m", "engine.device.prepare", name, "--cache-dir", str(cache_dir)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,

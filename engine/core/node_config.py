@@ -43,6 +43,9 @@ class NodeConfig:
     page_size: int = option(16, "tokens a KV page; equal on all nodes of a cluster", low=1, high=256)
     kv_memory: Bytes = option(Bytes("1GiB"), "size of the page pool", low=1)
     num_pages: int | None = option(None, "size of the page pool in pages; overrides kv_memory", low=2)
+    memory_limit: Bytes | None = option(
+        None, "weights and page pool together take at most this; none: the memory of the device", low=1
+    )
     max_context: int | None = option(
         None, "longest prompt and answer together, in tokens; none: what the model was trained for", low=2
     )

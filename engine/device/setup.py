@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,14 +44,22 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
     device = _pick(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    max_context = config.max_context or model.max_context
-    loaded = load_model(model, dtype=config.dtype, max_context=max_context, report=report, device=device)
     layout = layout_for(model, config.page_size, config.kv_dtype or config.dtype)
     num_pages = config.num_pages or pages_for_budget(layout, config.kv_memory)
+    pool_bytes = num_pages * layout.page_bytes
+    max_context = config.max_context or model.max_context
+    loaded = load_model(
+        model,
+        dtype=config.dtype,
+        max_context=max_context,
+        report=report,
+        device=device,
+        memory_budget=_memory(config, device) - pool_bytes,
+    )
     pool = KVPool(layout, num_pages, device)
     report(
         f"page pool: {num_pages} pages of {layout.page_size} tokens, {layout.page_bytes} bytes each, "
-        f"{pool.nbytes / 1e6:,.0f} MB on {device}"
+        f"{pool_bytes / 1e6:,.0f} MB on {device}"
     )
     return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context)
 
@@ -60,3 +69,12 @@ def _pick(device: Device) -> torch.device:
     if device is Device.CUDA and not available:
         raise ConfigError(["device: cuda was asked for, but torch finds no CUDA device"])
     return torch.device("cuda" if available and device is not Device.CPU else "cpu")
+
+
+def _memory(config: NodeConfig, device: torch.device) -> int:
+    """Bytes that weights and page pool may take together."""
+    if config.memory_limit is not None:
+        return config.memory_limit
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -161,7 +161,13 @@ class NodeProcess:
     """A node in a process of its own. `pool` is its pool as this process sees it."""
 
     def __init__(
-        self, path: Path, num_pages: int, page_bytes: int, *, node_id: str = "d", environment: dict[str, str] | None = None
+        self,
+        path: Path,
+        num_pages: int,
+        page_bytes: int,
+        *,
+        node_id: str = "d",
+        environment: dict[str, str] | None = None,
     ):
         self.identity = NodeIdentity.new(node_id)
         self.pool = FilePool(path, num_pages, page_bytes)
@@ -201,5 +207,3 @@ class NodeProcess:
         self._commands.send(("exit", ()))
         self.process.join(DEADLINE_S)
         return self.process.exitcode
-
-

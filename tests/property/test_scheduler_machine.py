@@ -24,19 +24,23 @@ from prefill_service.prefix_cache import Eviction, PrefixCache
 from prefill_service.request import PrefillRequest, RequestState
 from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler, SchedulerConfig
 
-PAGE = 4
+PAGE = 2
 Tokens = tuple[int, ...]
 
-# Prompts share beginnings: a stem that is a run of zeros, then a run of ones or twos, then of a number of their own.
-PROMPTS = st.tuples(st.integers(0, 14), st.integers(1, 2), st.integers(0, 14), st.integers(3, 5), st.integers(0, 20)).map(
-    lambda p: (0,) * p[0] + (p[1],) * p[2] + (p[3],) * p[4]
+# Prompts share beginnings: a run of zeros, then a run of ones or twos, then tokens that few others have.
+PROMPTS = st.builds(
+    lambda stem, token, branch, tail: (0,) * stem + (token,) * branch + tail,
+    st.sampled_from([0, 6, 7, 12]),
+    st.integers(1, 2),
+    st.sampled_from([0, 1, 4, 6]),
+    st.lists(st.integers(3, 4), max_size=14).map(tuple),
 )
 CONFIGS = st.builds(
     SchedulerConfig,
     policy=st.sampled_from(Policy),
-    chunk_size=st.sampled_from([None, 4, 8, 14, 24]),
-    max_prefill_tokens=st.sampled_from([8, 24, 1000]),
-    max_batch_requests=st.sampled_from([None, 2]),
+    chunk_size=st.sampled_from([None, 2, 5, 8, 16, 24]),
+    max_prefill_tokens=st.sampled_from([16, 1000]),
+    max_batch_requests=st.sampled_from([None, None, 2]),
     eviction=st.sampled_from(Eviction),
     dedup_shared_tokens=st.sampled_from([-1, 4, 6]),
     prefix_match_queue_limit=st.sampled_from([None, 2]),
@@ -44,7 +48,7 @@ CONFIGS = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=CONFIGS, num_pages=st.integers(8, 20), cached=st.booleans())
+    @initialize(config=CONFIGS, num_pages=st.integers(8, 40), cached=st.sampled_from([True, True, True, False]))
     def start(self, config: SchedulerConfig, num_pages: int, cached: bool) -> None:
         if not cached:
             config = SchedulerConfig(chunk_size=config.chunk_size, prefix_cache=False)
@@ -86,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- what may happen ----
 
-    @rule(tokens=PROMPTS, granted=st.booleans(), priority=st.sampled_from([None, 0, 3]))
+    @rule(tokens=PROMPTS, granted=st.sampled_from([True, True, False]), priority=st.sampled_from([None, 0, 3]))
     def submit(self, tokens: Tokens, granted: bool, priority: int | None) -> None:
         number = next(self.numbers)
         task = PrefillTask(
