@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import TypeVar
 
 from cli.show import Waiting, say
 from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option
+from engine.core.errors import KVRelayError
 from engine.core.model_store import DEMO_MODEL, PreparedModel, default_cache_dir, ensure_prepared
 
 __all__ = ["bootstrap", "decode", "prefill", "prepare", "prepare_model"]
+
+log = logging.getLogger("kvrelay")
 
 C = TypeVar("C")
 
@@ -61,9 +66,19 @@ def _service(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], i
 
     def load_and_run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
         file = flags.config or (Path(env[variable]) if env.get(variable) else None)
-        code = run(load(cls, file=file, env=env, flags=vars(flags)))
-        gc.freeze()  # or the interpreter looks through all of torch for garbage once more: seconds, at the very end
-        return code
+        config = load(cls, file=file, env=env, flags=vars(flags))
+        try:
+            code = run(config)
+        except KVRelayError:
+            raise
+        except Exception:
+            log.critical("ended by an error", exc_info=True)
+            code = 1
+        # The service has closed what it opened. Left to itself the interpreter would look through all of torch for
+        # garbage once more, which takes seconds.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
 
     parser.set_defaults(run=load_and_run)
 

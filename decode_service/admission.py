@@ -119,9 +119,7 @@ def admit(state: DecodeState[Id]) -> Admission[Id]:
         else:
             left.append(candidate.id)
             closed = True
-    return Admission(
-        budget, tuple(resumed), tuple(r.id for r in still), tuple(admitted), tuple(failed), tuple(left)
-    )
+    return Admission(budget, tuple(resumed), tuple(r.id for r in still), tuple(admitted), tuple(failed), tuple(left))
 
 
 class _Room(Generic[Id]):

@@ -66,9 +66,7 @@ class SchedulerConfig:
     random_seed: int = option(0, "of the random policy")
 
     def problems(self) -> Iterable[str]:
-        return combination_problems(
-            self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling
-        )
+        return combination_problems(self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling)
 
 
 class Scheduler:

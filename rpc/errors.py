@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from engine.core import errors as named
-from engine.core.errors import KVRelayError
+from engine.core.errors import InvalidRequest, KVRelayError
 
 __all__ = ["ErrorInterceptor", "from_rpc_error"]
 
@@ -83,10 +85,39 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     raise AssertionError("abort always raises")
 
 
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request whose bytes are no message. grpc itself would answer UNKNOWN."""
+
+    problem: str
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return read
+
+
+def _checked(request: Any) -> Any:
+    """The request, or each of a stream of requests, as long as it is a message. Raises InvalidRequest."""
+    if isinstance(request, _Malformed):
+        raise InvalidRequest(f"the request is not a valid message: {request.problem}", reason="MALFORMED")
+    return _checked_stream(request) if hasattr(request, "__aiter__") else request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
 def _guard_response(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_checked(request), context)
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:
@@ -98,7 +129,7 @@ def _guard_response(behaviour: Callable[..., Awaitable[Any]], method: str) -> Ca
 def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(request, context):
+            async for response in behaviour(_checked(request), context):
                 yield response
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
@@ -126,7 +157,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         wrapped = make(
             guard(getattr(handler, kind), handler_call_details.method),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return cast(Handler, wrapped)

@@ -121,9 +121,7 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _choose(
-    x: Floats, params: SamplingParams, index: int, banned: Sequence[int], history: TokenHistory | None
-) -> int:
+def _choose(x: Floats, params: SamplingParams, index: int, banned: Sequence[int], history: TokenHistory | None) -> int:
     """Steps 1 to 7 and the draw, on logits `x` ([V]), which are overwritten."""
     if params.needs_history:
         assert history is not None

@@ -11,7 +11,17 @@ from bootstrap.registry import Node, Registry
 from bootstrap.requests import Ask, LiveRequest
 from engine.core.clock import ManualClock
 from engine.core.errors import KVRelayError
-from engine.core.messages import Command, Grant, Granted, Heartbeat, NodeStats, Registration, Reserve, StepOutput, Submit
+from engine.core.messages import (
+    Command,
+    Grant,
+    Granted,
+    Heartbeat,
+    NodeStats,
+    Registration,
+    Reserve,
+    StepOutput,
+    Submit,
+)
 from engine.core.metrics import FrontDoorMetric, Metrics
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import NodeIdentity, PageLayout, PoolMemory, Role, RoomKey, TokenOutput

@@ -123,7 +123,11 @@ class LocalNode:
     def receiver_stats(self) -> Any:
         return self.receiver.stats()
 
+    def active_writes(self) -> int:
+        return self.agent.stats().active_writes
+
     def close_agent(self) -> bool:
+        self.receiver.close()
         self.sender.close(timeout_s=0.1)
         return self.agent.close()
 

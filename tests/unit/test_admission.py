@@ -17,7 +17,9 @@ def holder(spec: Json) -> Holder[str]:
 
 
 def candidate(spec: Json) -> Candidate[str]:
-    readiness = {"ready": Readiness.READY, "bootstrapping": Readiness.NOT_READY, "failed": Readiness.FAILED}[spec["poll"]]
+    readiness = {"ready": Readiness.READY, "bootstrapping": Readiness.NOT_READY, "failed": Readiness.FAILED}[
+        spec["poll"]
+    ]
     if spec["aborted"]:
         readiness = Readiness.FAILED
     return Candidate(spec["rid"], len(expand(spec["ids"])), spec["max_new"], readiness, spec.get("priority"))
@@ -78,7 +80,9 @@ def test_rows_and_metadata_slots_bound_admission(changes: dict[str, int]) -> Non
 
 
 def test_holders_count_as_rows() -> None:
-    decision = admit(state([Candidate("a", 16, 16)], rows=2, running=[Holder("r", 16, 4)], transfer=[Holder("t", 16, 4)]))
+    decision = admit(
+        state([Candidate("a", 16, 16)], rows=2, running=[Holder("r", 16, 4)], transfer=[Holder("t", 16, 4)])
+    )
     assert decision.admitted == ()
 
 

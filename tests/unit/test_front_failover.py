@@ -281,8 +281,9 @@ def test_a_new_incarnation_replaces_the_old_one(house: House) -> None:
     house.grant(decode)
     new = house.join(Role.PREFILL, old.node_id, incarnation="2")
     assert house.front.registry.get(old.node_id) is new
-    assert isinstance(house.links[old].closed, Refused)
-    assert house.links[old].closed.reason == "NODE_REPLACED"
+    closed = house.links[old].closed
+    assert isinstance(closed, Refused)
+    assert closed.reason == "NODE_REPLACED"
     kinds = [type(c).__name__ for c in house.links[decode].sent if type(c).__name__.startswith("Peer")]
     assert kinds[-2:] == ["PeerLeft", "PeerJoined"]
     house.front.leave(old, "its session ended")  # the old stream ends after the new one began

@@ -102,9 +102,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     ]
     alone = [draw(row, param, index=i) for i, (row, param) in enumerate(zip(rows, params, strict=True))]
     order = rng.sample(range(12), 12)
-    together = sample(
-        torch.stack([rows[i] for i in order]), [params[i] for i in order], order, [()] * 12, [None] * 12
-    )
+    together = sample(torch.stack([rows[i] for i in order]), [params[i] for i in order], order, [()] * 12, [None] * 12)
     assert [s.token_id for s in together] == [alone[i] for i in order]
 
 

@@ -48,9 +48,7 @@ class Node:
         self.cache = PrefixCache(self.allocator, self.config.eviction)
         self.clock = ManualClock()
         self.records: list[PassRecord] = []
-        self.scheduler = Scheduler(
-            self.config, self.cache, self.allocator, PAGE, self.clock, self.records.append
-        )
+        self.scheduler = Scheduler(self.config, self.cache, self.allocator, PAGE, self.clock, self.records.append)
 
     def submit(self, *tokens: range, grant: bool = True, priority: int | None = None) -> PrefillRequest:
         request = self.scheduler.submit(task([t for run in tokens for t in run], priority=priority))

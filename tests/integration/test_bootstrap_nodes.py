@@ -1,0 +1,274 @@
+"""Nodes and operators at a real bootstrap service: who is let in, who is gone, and what operators see and do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
+from helpers.front_door import FINGERPRINT, SERVING, registration
+from helpers.stub_node import StubNode
+
+from bootstrap.server import SERVICES
+from engine.core.messages import (
+    Abort,
+    CacheDelta,
+    Drain,
+    Drained,
+    Inspect,
+    Inspection,
+    NodeStats,
+    PeerJoined,
+    PeerLeft,
+    Submit,
+)
+from engine.core.page_keys import page_keys
+from engine.core.sampling import FinishReason
+from engine.core.types import Role
+from kvrelay.v1 import bootstrap_pb2 as pb
+from kvrelay.v1 import bootstrap_pb2_grpc, types_pb2
+from kvrelay.v1.admin_pb2 import DrainRequest, ListNodesRequest, ListRequestsRequest, WatchRequest
+from kvrelay.v1.generation_pb2 import GetClusterRequest
+from rpc.errors import from_rpc_error
+from rpc.session import NODE_METADATA
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[FrontCluster]:
+    async with front_cluster(tmp_path) as running:
+        yield running
+
+
+async def refusal(cluster: FrontCluster, **fields: Any) -> dict[str, str]:
+    node = StubNode(cluster.channel, registration(Role.DECODE, "newcomer", **fields), SERVING, 1.0)
+    with pytest.raises((grpc.RpcError, AssertionError)):
+        await node.attach()
+    error = from_rpc_error(await node.ended())
+    assert error.code == "FAILED_PRECONDITION"
+    return error.metadata
+
+
+# ---- joining and leaving ----
+
+
+async def test_a_node_that_does_not_fit_is_told_which_field(cluster: FrontCluster) -> None:
+    await cluster.join(Role.PREFILL)
+    assert await refusal(cluster, page_size=8) == {"field": "layout.page_size", "value": "8", "expected": "4"}
+    assert (await refusal(cluster, dtype="float16"))["field"] == "layout.dtype"
+    assert await refusal(cluster, fingerprint="other") == {
+        "field": "layout.fingerprint",
+        "value": "other",
+        "expected": FINGERPRINT,
+    }
+    assert (await refusal(cluster, model="gpt-none"))["field"] == "model"
+    assert (await refusal(cluster, protocol_version=99))["field"] == "protocol_version"
+    assert [node.node_id for node in cluster.front.registry.nodes()] == ["prefill"]
+
+
+async def test_a_session_begins_with_register(cluster: FrontCluster) -> None:
+    stub: Any = bootstrap_pb2_grpc.BootstrapStub(cluster.channel)
+    for first in (pb.NodeReport(drained=True), None):
+        call = stub.Attach()
+        if first is not None:
+            await call.write(first)
+        await call.done_writing()
+        with pytest.raises(grpc.RpcError) as refused:
+            await call.read()
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_output_needs_a_session(cluster: FrontCluster) -> None:
+    stub: Any = bootstrap_pb2_grpc.BootstrapStub(cluster.channel)
+    call = stub.Publish(metadata=((NODE_METADATA, "nobody:1"),))
+    await call.done_writing()
+    with pytest.raises(grpc.RpcError) as refused:
+        await call
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_peers_hear_of_each_other(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    assert (await prefill.expect(PeerJoined)).peer.identity == decode.registration.identity
+    assert (await decode.expect(PeerJoined)).peer.identity == prefill.registration.identity
+    await decode.leave()
+    assert (await prefill.expect(PeerLeft)).identity == decode.registration.identity
+
+
+async def test_a_restarted_node_replaces_its_former_self(cluster: FrontCluster) -> None:
+    old, decode = await cluster.pair()
+    await decode.expect(PeerJoined)
+    new = await cluster.join(Role.PREFILL, incarnation="2")
+    error = from_rpc_error(await old.ended())
+    assert (error.code, error.reason) == ("FAILED_PRECONDITION", "NODE_REPLACED")
+    assert (await decode.expect(PeerLeft)).identity == old.registration.identity
+    assert (await decode.expect(PeerJoined)).peer.identity == new.registration.identity
+    await old.leave()
+    await new.beat()
+    reply = cluster.generate()
+    key = await cluster.bound(new, decode)
+    await new.publish(text_tokens(cluster.text, key, "hello", FinishReason.LENGTH))
+    assert (await reply.to_end()).text == "hello"
+
+
+async def test_a_silent_node_loses_its_lease(cluster: FrontCluster) -> None:
+    node = StubNode(cluster.channel, registration(Role.PREFILL), SERVING, beat_s=3600)
+    await node.attach()
+    error = from_rpc_error(await node.ended())
+    assert (error.code, error.reason) == ("UNAVAILABLE", "LEASE_EXPIRED")
+    assert not len(cluster.front.registry)
+    await node.leave()
+
+
+async def test_no_node_of_a_role_is_unavailable_within_a_heartbeat(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate()
+    await cluster.bound(prefill, decode)
+    await decode.leave()
+    error = await reply.error()
+    assert (error.code, error.reason, error.metadata["phase"]) == ("UNAVAILABLE", "NO_DECODE_NODE", "reserved")
+    assert await prefill.expect(Abort)
+    error = await cluster.generate().error()
+    assert (error.code, error.metadata["phase"]) == ("UNAVAILABLE", "queued")
+    assert error.retry_after is not None
+
+
+async def test_a_report_nobody_can_read_does_not_end_the_session(cluster: FrontCluster) -> None:
+    prefill, _ = await cluster.pair()
+    await prefill._session.write(pb.NodeReport())
+    await prefill._session.write(pb.NodeReport(grant=pb.Grant(room=pb.Room(room=7, epoch=3), pages=[1])))
+    await prefill.beat()
+
+
+async def test_prompts_go_where_their_prefix_is_cached(cluster: FrontCluster) -> None:
+    await cluster.join(Role.DECODE)
+    await cluster.join(Role.PREFILL, "cold")
+    warm = await cluster.join(Role.PREFILL, "warm")
+    prompt = list(range(40))
+    await warm.report(CacheDelta(page_keys(prompt, 4), (), reset=True))
+    await warm.beat()
+    for _ in range(3):
+        reply = cluster.generate(None, token_ids={"ids": prompt})
+        task = (await warm.expect(Submit)).task
+        assert task.token_ids == tuple(prompt)
+        await warm.publish(text_tokens(cluster.text, task.key, "hello", FinishReason.LENGTH))
+        reply.call.cancel()
+        await cluster.idle()
+
+
+# ---- operators ----
+
+
+async def answer_inspections(node: StubNode, problems: tuple[str, ...]) -> None:
+    asked = await node.expect(Inspect)
+    await node.report(Inspection(asked.inspection_id, NodeStats(pages_total=7, pages_free=7, serving=True), problems))
+
+
+async def test_inspection_asks_the_nodes_themselves(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    listing, _, _ = await asyncio.gather(
+        cluster.admin.ListNodes(ListNodesRequest(inspect=True)),
+        answer_inspections(prefill, ()),
+        answer_inspections(decode, ("a page has two owners",)),
+    )
+    found = {node.node_id: node for node in listing.nodes}
+    assert list(found["decode"].problems) == ["a page has two owners"]
+    assert not found["prefill"].problems
+    assert found["prefill"].stats.pages_total == 7
+    assert found["prefill"].role == types_pb2.ROLE_PREFILL
+    assert found["prefill"].layout.page_size == 4
+
+
+async def test_a_node_that_does_not_answer_an_inspection_is_a_problem(
+    cluster: FrontCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootstrap.servicers.admin.INSPECT_TIMEOUT_S", 0.2)
+    await cluster.pair()
+    listing = await cluster.admin.ListNodes(ListNodesRequest(inspect=True))
+    assert all("did not answer" in node.problems[0] for node in listing.nodes)
+
+
+async def test_live_requests_are_listed_with_their_state(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate(request_id="mine", priority=3)
+    key = await cluster.bound(prefill, decode)
+    await prefill.publish(text_tokens(cluster.text, key, "hello"))
+    while reply.started is None:
+        await reply.read()
+    (one,) = (await cluster.admin.ListRequests(ListRequestsRequest())).requests
+    assert (one.request_id, one.state, one.output_tokens) == ("mine", "transferring", 1)
+    assert (one.prefill_node, one.decode_node, one.attempts) == ("prefill", "decode", 1)
+    cluster_state = await cluster.generation.GetCluster(GetClusterRequest())
+    assert (cluster_state.live_requests, cluster_state.queued_requests) == (1, 0)
+    assert cluster_state.serving
+    reply.call.cancel()
+
+
+async def test_draining_a_node(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate()
+    key = await cluster.bound(prefill, decode)
+    other = await cluster.join(Role.PREFILL, "prefill-2")
+    await cluster.admin.Drain(DrainRequest(node_id="prefill"))
+    assert (await prefill.expect(Drain)).deadline_s == math.inf
+    second = cluster.generate("hello again")
+    assert (await other.expect(Submit)).task.key != key
+    assert await prefill.has_no(Abort)
+    await prefill.publish(text_tokens(cluster.text, key, "hello", FinishReason.LENGTH))
+    assert (await reply.to_end()).text == "hello", "what it had, it finished"
+    await prefill.report(Drained())
+    await prefill.leave()
+    second.call.cancel()
+    await assert_soon(lambda: cluster.front.registry.get("prefill") is None, "the node has left")
+
+
+async def test_draining_nobody(cluster: FrontCluster) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        await cluster.admin.Drain(DrainRequest(node_id="nobody"))
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    await cluster.join(Role.PREFILL)
+    with pytest.raises(grpc.RpcError) as refused:
+        await cluster.admin.Drain(DrainRequest(node_id="prefill", deadline_seconds=-1))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_watch_tells_of_changes_at_once(cluster: FrontCluster) -> None:
+    watch = cluster.admin.Watch(WatchRequest(interval_seconds=60))
+    assert not (await watch.read()).nodes
+    await cluster.join(Role.PREFILL)
+    while not any(node.stats.serving for node in (await watch.read()).nodes):
+        pass
+    await cluster.admin.Drain(DrainRequest(node_id="prefill"))
+    await watch.read()
+    watch.cancel()
+
+
+async def test_watch_refuses_an_interval_out_of_range(cluster: FrontCluster) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        await cluster.admin.Watch(WatchRequest(interval_seconds=0)).read()
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_health_is_liveness_and_readiness(cluster: FrontCluster) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
+
+    async def serving(name: str) -> bool:
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def until(wanted: bool) -> None:
+        async with asyncio.timeout(10):
+            while await serving(SERVICES[0]) is not wanted:
+                await asyncio.sleep(0.01)
+
+    assert [await serving(name) for name in ("", *SERVICES)] == [True, False, True, True]
+    _, decode = await cluster.pair()
+    await until(True)
+    await decode.leave()
+    await until(False)
+    assert await serving("")

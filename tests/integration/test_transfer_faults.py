@@ -1,0 +1,288 @@
+"""What the transfer layer promises when a node dies, stops, or lets go: real processes, killed and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core.types import NodeIdentity, PoolMemory, RoomKey
+from tests.helpers.transfer_node import FilePool, LocalNode, NodeProcess, eventually
+from transfer.errors import PeerRefused, UnknownPeer
+from transfer.receiver import RoomComplete, Settled, WriterGone
+from transfer.sender import Quiesced, WriteFailed, WritesDone
+
+PAGE_BYTES = 65536
+PAGES = 256
+TCP = {"UCX_TLS": "tcp"}
+BOTH_TRANSPORTS = pytest.mark.parametrize("environment", [{}, TCP], ids=["default", "tcp"])
+
+
+def always() -> bool:
+    return True
+
+
+@pytest.fixture
+def p(tmp_path: Path) -> Iterator[LocalNode]:
+    """The sending node, in this process."""
+    node = LocalNode(
+        NodeIdentity.new("p"),
+        FilePool(tmp_path / "p", PAGES, PAGE_BYTES),
+        window_bytes=64 * PAGE_BYTES,
+        batch_bytes=8 * PAGE_BYTES,
+        write_timeout_s=1.0,
+    )
+    node.pool.pages[:] = 1
+    node.start_sender()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
+    nodes: list[NodeProcess] = []
+
+    def make(node_id: str = "d", environment: dict[str, str] | None = None) -> NodeProcess:
+        path = tmp_path / f"node-{len(nodes)}"
+        nodes.append(NodeProcess(path, PAGES, PAGE_BYTES, node_id=node_id, environment=environment))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.kill()
+
+
+def receiver(start: Callable[..., NodeProcess], p: LocalNode, **options: object) -> NodeProcess:
+    node = start(**options)
+    node.ask("start_receiver")
+    p.agent.add_peer(*node.introduction)
+    return node
+
+
+def begin(p: LocalNode, d: NodeProcess, pages: int = PAGES) -> RoomKey:
+    """A room of `pages` pages, opened and expected."""
+    room = RoomKey.new(0)
+    d.ask("expect", room, pages)
+    p.sender.open(room, d.identity, range(pages), always)
+    return room
+
+
+def relay(p: LocalNode, d: NodeProcess, pages: int = 8) -> None:
+    """A room from beginning to end."""
+    room = begin(p, d, pages)
+    p.sender.send(room, 0, range(pages), b"")
+    ends(p, room, WritesDone)
+    eventually(lambda: any(isinstance(event, RoomComplete) for event in d.received().of(room)))
+    assert np.array_equal(d.pool.pages[:pages], p.pool.pages[:pages])
+
+
+def ends(p: LocalNode, room: RoomKey, kind: type) -> None:
+    eventually(lambda: bool(p.sent.of(room)) and isinstance(p.sent.of(room)[-1], kind))
+
+
+@BOTH_TRANSPORTS
+def test_killed_and_started_again(p: LocalNode, start: Callable[..., NodeProcess], environment: dict[str, str]) -> None:
+    """A peer dies in the middle of a room, over and over: only its rooms fail, and its successor is served."""
+    other = receiver(start, p, node_id="other", environment=environment)
+    for round_ in range(3):
+        p.pool.pages[:] = round_ + 1
+        d = receiver(start, p, environment=environment)
+        relay(p, d)
+        room, there = begin(p, d), begin(p, other)
+        p.sender.send(room, 0, range(PAGES // 2))
+        p.sender.send(there, 0, range(PAGES // 2))
+        d.kill()
+        p.sender.send(room, PAGES // 2, range(PAGES // 2, PAGES), b"")
+        p.sender.send(there, PAGES // 2, range(PAGES // 2, PAGES), b"")
+        ends(p, room, Quiesced)
+        ends(p, there, WritesDone)
+        (failure,) = p.sent.of(room)[-2:-1]
+        assert isinstance(failure, WriteFailed)
+        assert "disconnected" in failure.reason
+        eventually(lambda there=there: isinstance(other.received().of(there)[-1], RoomComplete))  # type: ignore[misc]
+        assert (other.pool.pages == round_ + 1).all()
+    stats = p.agent.stats()
+    assert (stats.peers, stats.retired_peers, stats.active_writes) == (2, 0, 0)
+    assert p.sender.stats().alive
+
+
+@BOTH_TRANSPORTS
+def test_stopped_then_continued(p: LocalNode, start: Callable[..., NodeProcess], environment: dict[str, str]) -> None:
+    """A stopped peer shows no error. Our deadline fails the room, which is quiet only once the peer goes on."""
+    d = receiver(start, p, environment=environment)
+    relay(p, d)
+    room = begin(p, d)
+    with d.stopped():
+        p.sender.send(room, 0, range(PAGES), b"")
+        ends(p, room, WriteFailed)
+        assert p.sent.of(room)[-1].reason == "no answer from d to a write for 1 s"
+        late = begin_unexpected(p, d)
+        ends(p, late, Quiesced)  # nothing of it was posted, since the window is full
+        assert p.sent.find(Quiesced) == [Quiesced(late)]
+        assert p.agent.stats().active_writes == 8
+        p.sender.check_integrity()
+    ends(p, room, Quiesced)
+    assert p.agent.stats().active_writes == 0
+    relay(p, d)
+
+
+def begin_unexpected(p: LocalNode, d: NodeProcess) -> RoomKey:
+    room = RoomKey.new(1)
+    p.sender.open(room, d.identity, range(4), always)
+    p.sender.send(room, 0, range(4), b"")
+    return room
+
+
+@BOTH_TRANSPORTS
+def test_nothing_changes_after_quiesced(
+    p: LocalNode, start: Callable[..., NodeProcess], environment: dict[str, str]
+) -> None:
+    d = receiver(start, p, environment=environment)
+    relay(p, d)
+    room = begin(p, d)
+    p.pool.pages[:] = 2
+    with d.stopped():
+        p.sender.send(room, 0, range(PAGES), b"")
+        eventually(lambda: p.agent.stats().active_writes == 8)
+        p.sender.cancel(room)
+        p.sender.cancel(room)
+        eventually(lambda: p.sender.stats().bytes_in_progress == 64 * PAGE_BYTES)
+        assert Quiesced(room) not in p.sent
+    ends(p, room, Quiesced)
+    as_it_was = d.pool.pages.copy()
+    assert not (as_it_was[64:] == 2).any()
+    p.pool.pages[:] = 3
+    marker = RoomKey.new(0)  # goes the same way, so all before it has landed when it has
+    d.ask("expect", marker, 1)
+    p.sender.open(marker, d.identity, [PAGES - 1], always)
+    p.sender.send(marker, 0, [PAGES - 1], b"")
+    ends(p, marker, WritesDone)
+    assert np.array_equal(d.pool.pages[:-1], as_it_was[:-1])
+    assert d.received().of(room) == [] or not isinstance(d.received().of(room)[-1], RoomComplete)
+    assert p.sent.of(room).count(Quiesced(room)) == 1
+    relay(p, d)
+
+
+def test_a_broken_connection_to_a_living_peer_heals(p: LocalNode, start: Callable[..., NodeProcess]) -> None:
+    d = receiver(start, p)
+    relay(p, d)
+    assert d.ask("break_connections") > 0
+    room = begin_unexpected(p, d)
+    ends(p, room, Quiesced)
+    relay(p, d)
+    assert p.agent.stats().reconnects >= 1
+
+
+@BOTH_TRANSPORTS
+def test_a_dead_writers_bytes_have_landed_once_settled(
+    tmp_path: Path, start: Callable[..., NodeProcess], environment: dict[str, str]
+) -> None:
+    """The writer dies while bytes of its lie in socket buffers of the receiver, which lands them afterwards."""
+    d = LocalNode(NodeIdentity.new("d"), FilePool(tmp_path / "d", PAGES, PAGE_BYTES))
+    writer = start("p", environment)
+    writer.pool.pages[:] = 5
+    d.add_peer(writer.introduction)
+    writer.ask("add_peer", d.introduction())
+    writer.ask("start_sender")
+    first, room = RoomKey.new(0), RoomKey.new(0)
+    d.receiver.expect(first, 1)
+    writer.ask("send_all", first, d.identity, 1)
+    eventually(lambda: bool(d.agent.take_notices()))
+    writer.ask("send_all", room, d.identity, PAGES)
+    eventually(lambda: bool(writer.ask("active_writes")))
+    writer.kill()
+    at_death = d.pool.pages.copy()
+    d.receiver.start()
+    d.receiver.await_gone(writer.identity)
+    eventually(lambda: WriterGone(writer.identity) in d.received)
+    once_settled = d.pool.pages.copy()
+    if environment == TCP:
+        assert not np.array_equal(at_death, once_settled), "nothing was on its way: this test shows nothing"
+    d.receiver.settle("again")
+    eventually(lambda: Settled("again") in d.received)
+    assert np.array_equal(d.pool.pages, once_settled)
+    assert d.agent.stats().peers == 0
+    d.close()
+
+
+def test_a_stopped_writer_is_not_gone(tmp_path: Path, start: Callable[..., NodeProcess]) -> None:
+    d = LocalNode(NodeIdentity.new("d"), FilePool(tmp_path / "d", PAGES, PAGE_BYTES))
+    writer = start("p")
+    d.add_peer(writer.introduction)
+    d.receiver.start()
+    with writer.stopped():
+        d.receiver.await_gone(writer.identity)
+        d.receiver.settle(1)
+        eventually(lambda: Settled(1) in d.received)
+        d.receiver.settle(2)
+        eventually(lambda: Settled(2) in d.received)
+        assert d.received.find(WriterGone) == []
+    assert writer.exit() == 0
+    eventually(lambda: d.received.find(WriterGone) == [WriterGone(writer.identity)])
+    d.close()
+
+
+def test_peers_come_and_go(p: LocalNode, start: Callable[..., NodeProcess]) -> None:
+    d = receiver(start, p)
+    identity, metadata, memory = d.introduction
+    p.agent.add_peer(identity, metadata, memory)  # again: nothing happens
+    for _ in range(3):
+        relay(p, d)
+        p.agent.remove_peer(identity)
+        with pytest.raises(UnknownPeer, match=str(identity)):
+            p.agent.remove_peer(identity)
+        with pytest.raises(UnknownPeer):
+            p.agent.write(identity, [0], [0], b"")
+        p.agent.add_peer(identity, metadata, memory)
+    room = begin(p, d)
+    with d.stopped():
+        p.sender.send(room, 0, range(PAGES))
+        eventually(lambda: p.agent.stats().active_writes == 8)
+        p.agent.remove_peer(identity)
+        ends(p, room, WriteFailed)
+        stats = p.agent.stats()
+        assert (stats.peers, stats.retired_peers, stats.active_writes) == (0, 1, 8)
+        p.agent.add_peer(identity, metadata, memory)
+        assert p.agent.stats().retired_peers == 0
+        p.agent.remove_peer(identity)
+    ends(p, room, Quiesced)
+    assert p.agent.stats().retired_peers == 0
+
+
+def test_peers_that_do_not_fit_are_refused(p: LocalNode, start: Callable[..., NodeProcess]) -> None:
+    identity, metadata, memory = start().introduction
+    refusals = [
+        (identity, metadata, PoolMemory(memory.base_address, 4096, memory.num_pages), "page_bytes is 4096, here 65536"),
+        (identity, metadata, PoolMemory(memory.base_address, PAGE_BYTES, PAGES + 1), "not what it registered"),
+        (identity, b"nonsense", memory, "cannot use its metadata"),
+        (NodeIdentity.new("d"), metadata, memory, f"of agent {identity}"),
+        (p.identity, metadata, memory, "this identity is taken"),
+    ]
+    for who, what, where, complaint in refusals:
+        with pytest.raises(PeerRefused, match=complaint):
+            p.agent.add_peer(who, what, where)
+        assert p.agent.stats().peers == 0
+    p.agent.add_peer(identity, metadata, memory)
+    with pytest.raises(PeerRefused, match="this identity is taken"):
+        p.agent.add_peer(identity, metadata, PoolMemory(memory.base_address, PAGE_BYTES, PAGES - 1))
+
+
+def test_a_node_ends_with_writes_in_progress(tmp_path: Path, start: Callable[..., NodeProcess]) -> None:
+    """Its agent says so and lets go of nothing; the process ends all the same."""
+    p, d = start("p"), start("d")
+    d.ask("start_receiver")
+    p.ask("add_peer", d.introduction)
+    p.ask("start_sender")
+    first, room = RoomKey.new(0), RoomKey.new(0)
+    d.ask("expect", first, 1)
+    p.ask("send_all", first, d.identity, 1)
+    eventually(lambda: bool(d.received().find(RoomComplete)))
+    with d.stopped():
+        p.ask("send_all", room, d.identity, PAGES)
+        eventually(lambda: bool(p.ask("active_writes")))
+        assert p.ask("close_agent") is False
+        assert p.exit() == 0
+    assert d.ask("close_agent") is True
+    assert d.exit() == 0
