@@ -125,10 +125,7 @@ class Attempts:
                 _forget(node, attempt.key)
                 if abort is not None:
                     node.link.send(Abort(attempt.key, abort))
-        if abort is None:
-            if attempt.decode is not None:  # its pages are free again: need not wait for the next heartbeat
-                attempt.decode.head_room += self._room(attempt, attempt.decode)
-        elif attempt.prefill is not None and attempt.decode is not None and not attempt.quiesced:
+        if abort is not None and attempt.prefill and attempt.decode and not attempt.quiesced:
             if granted:
                 self._unquiesced[attempt.key] = (attempt.prefill, attempt.decode)
             else:  # the writer never learned where to write
@@ -152,7 +149,9 @@ class Attempts:
         assert sum(len(node.rooms) for node in self._registry.nodes()) == sum(
             (attempt.prefill is not None) + (attempt.decode is not None) for attempt in self._live.values()
         )
-        assert not self._unquiesced.keys() & self._live.keys()
+        for key, nodes in self._unquiesced.items():
+            assert key not in self._live
+            assert all(self._registry.get(node.node_id) is node for node in nodes)
 
     def _submit(self, attempt: Attempt) -> bool:
         """Choose a prefill node and hand it the prompt. False when none can take it."""

@@ -32,6 +32,7 @@ from engine.core.messages import (
     Grant,
     Heartbeat,
     Inspection,
+    NodeStats,
     Registration,
     Report,
     RoomFailed,
@@ -113,8 +114,8 @@ class FrontDoor:
         if refusal is not None:
             raise refusal
         missing = self.registry.missing(self._config.heartbeat_seconds)
-        if missing is not None:
-            raise self._no_node(missing, None)
+        if missing:
+            raise self._no_node(missing[0], None)
         self._arrivals += 1
         sign = 1 if self._config.lower_priority_first else -1
         order = (ask.priority is None, sign * (ask.priority or 0), self._arrivals)
@@ -149,16 +150,9 @@ class FrontDoor:
         old = self.registry.get(registration.identity.node_id)
         if old is not None:
             self.leave(old, "replaced by a new session")
-            if old.identity != registration.identity:
-                old.link.close(
-                    Refused(
-                        f"another process joined as {old.node_id!r}: {registration.identity}",
-                        reason="NODE_REPLACED",
-                        field="identity",
-                    )
-                )
-            else:
-                old.link.close(Unavailable("replaced by a newer session of this node", reason="NODE_REPLACED"))
+            # Of two processes with one id the older must not come back; one process may attach again.
+            kind = Unavailable if old.identity == registration.identity else Refused
+            old.link.close(kind(f"replaced by a new session of {registration.identity}", reason="NODE_REPLACED"))
         node = self.registry.add(registration, link)
         log.info("node joined", extra={"node": str(node.identity), "role": node.role})
         self._changed()
@@ -206,12 +200,7 @@ class FrontDoor:
         node.heard = self._clock()
         match report:
             case Heartbeat(stats):
-                if self.registry.update(node, stats):
-                    log.info(
-                        "node serves" if node.serving else "node ceased to serve", extra={"node": str(node.identity)}
-                    )
-                    self._changed()
-                self._metrics.set_node(node.node_id, node.role, stats)
+                self._counted(node, stats)
             case Grant(key):
                 attempt = self._find(key, node, "grant")
                 if attempt is not None and not self.attempts.granted(attempt, report):
@@ -225,7 +214,7 @@ class FrontDoor:
             case CacheDelta():
                 node.apply(report)
             case Inspection():
-                self.registry.update(node, report.stats)
+                self._counted(node, report.stats)
                 self.inspected(report)
             case Drained():
                 log.info("node drained", extra={"node": str(node.identity), "role": node.role})
@@ -273,8 +262,8 @@ class FrontDoor:
                 self._fail(request, _too_slow("the client's deadline passed", attempt, "CLIENT_DEADLINE"))
             elif now - attempt.since >= self._limits[attempt.state]:
                 self._timed_out(attempt)
-            elif missing is not None and attempt.state is HandoffState.QUEUED and _lacks(attempt, missing):
-                self._fail(request, self._no_node(missing, request.failure))
+            elif attempt.state is HandoffState.QUEUED and (lacking := [r for r in missing if _lacks(attempt, r)]):
+                self._fail(request, self._no_node(lacking[0], request.failure))
         self.attempts.advance_queue()
         self._metrics.set(FrontDoorMetric.LIVE, len(self.requests))
         self._metrics.set(FrontDoorMetric.QUEUED, len(self.attempts.queue))
@@ -290,7 +279,17 @@ class FrontDoor:
 
     # ---- consequences ----
 
+    def _counted(self, node: Node, stats: NodeStats) -> None:
+        self._metrics.set_node(node.node_id, node.role, stats)
+        if self.registry.update(node, stats):
+            event = "node serves" if node.serving else "node ceased to serve"
+            log.info(event, extra={"node": str(node.identity), "role": node.role})
+            self._changed()
+
     def _token(self, attempt: Attempt, node: Node, token: TokenOutput) -> None:
+        if attempt.state is HandoffState.QUEUED:
+            self._late("token")  # of a room that was never granted: that node is wrong
+            return
         request = attempt.request
         if node is attempt.decode:
             self.attempts.move(attempt, HandoffEvent.COMPLETED)

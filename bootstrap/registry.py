@@ -43,7 +43,7 @@ class Node:
     rooms: set[RoomKey] = field(default_factory=set)  # attempts that need this node
     cached: set[bytes] = field(default_factory=set)  # prefill: keys of cached pages
     uncomputed: dict[RoomKey, int] = field(default_factory=dict)  # prefill: uncached tokens of what was submitted
-    head_room: int = 0  # decode: tokens, by its last heartbeat or grant, and what has ended since
+    head_room: int = 0  # decode: tokens, by its last heartbeat or grant
     ungranted: dict[RoomKey, int] = field(default_factory=dict)  # decode: tokens asked for and not yet granted
 
     @property
@@ -196,12 +196,10 @@ class Registry:
         now = self._clock()
         return [node for node in self._nodes.values() if now - node.heard > seconds]
 
-    def missing(self, grace: float) -> Role | None:
-        """A role no node has served in for longer than `grace` seconds, which a node that re-attaches may take."""
+    def missing(self, grace: float) -> list[Role]:
+        """Roles no node has served in for longer than `grace` seconds, which a node that re-attaches may take."""
         now = self._clock()
-        return next(
-            (role for role, since in self._empty_since.items() if since is not None and now - since > grace), None
-        )
+        return [role for role, since in self._empty_since.items() if since is not None and now - since > grace]
 
     def answer_room(self, prompt_tokens: int) -> int | None:
         """Tokens that the largest decode pool holds after a prompt; None while no decode node is attached."""

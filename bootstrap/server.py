@@ -87,6 +87,8 @@ class BootstrapServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for node in self.front.registry.nodes():
+            node.link.close(Unavailable("this front door has shut down", reason="DRAINING"))
         await self._rpc.stop(CLOSING_S)
 
     async def _tick(self) -> None:

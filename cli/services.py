@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cli.show import Waiting, say
+from cli.show import say
 from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option
 from engine.core.errors import KVRelayError
 from engine.core.model_store import DEMO_MODEL, PreparedModel, default_cache_dir, ensure_prepared
@@ -108,5 +108,4 @@ def _prepare(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def prepare_model(name: str, model_dir: Path) -> PreparedModel:
     """`ensure_prepared` with its progress on the terminal."""
-    with Waiting(f"preparing {name}"):
-        return ensure_prepared(name, model_dir, lambda line: say(f"  {line}"))
+    return ensure_prepared(name, model_dir, lambda line: say(f"  {line}"))

@@ -9,10 +9,10 @@ All amounts are tokens; R = decode tokens reserved for each request.
     budget      free - max(R * requests that hold room, need) - R * last_prebuilt - sum over retracted of (held + R)
     required    max(held + R, prompt + min(max_new, 4096) - retractable)
 
-Retracted requests come back first, in order, while held + R fits a budget without the last two terms and without `need`. While any
-stays out nobody new is admitted, but the queue is still looked through, so what failed leaves it. Then the queue: a ready
-request is admitted while a row, a metadata slot and `required` are there; the first ready one that does not fit ends
-the pass. What would not fit an idle node is refused at arrival (`engine.core.room_budget.never_fits`), so
+Retracted requests come back first, in order, while held + R fits the budget without its last term and without `need`.
+While any stays out nobody new is admitted, but the queue is still looked through, so what failed leaves it. Then the
+queue: a ready request is admitted while a row, a metadata slot and `required` are there; the first ready one that does
+not fit ends the pass. What would not fit an idle node is refused at arrival (`engine.core.room_budget.never_fits`), so
 nothing can stay at the head for ever.
 """
 
@@ -33,7 +33,7 @@ Id = TypeVar("Id")
 
 @dataclass(frozen=True, slots=True)
 class Holder(Generic[Id]):
-    """A request that holds room, or was retracted. max_new counts the tokens of this attempt, generated ones included."""
+    """A request that holds room, or was retracted. max_new counts the tokens of this attempt, generated or not."""
 
     id: Id
     prompt_tokens: int

@@ -76,13 +76,12 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         metrics: Metrics,
         clock: Clock = monotonic,
     ):
-        super().__init__("decode-engine", clock)
+        super().__init__("decode-engine", metrics, clock)
         self._device = device
         self._page_size = device.layout.page_size
         self._options = options
         self._agent = agent
         self._receiver = PageReceiver(agent, lambda event: self.post(None, event), clock=clock)
-        self._metrics = metrics
         self._allocator = PageAllocator(device.pool.num_pages)
         self._fence = FenceTable()
         self._rooms: dict[RoomKey, DecodeRoom] = {}  # in order of arrival
@@ -147,7 +146,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _arrived(self, event: RoomComplete) -> None:
         room = self._rooms.get(event.room)
         if room is None or room.state is not RoomState.ARRIVING:
-            self._metrics.count(NodeMetric.LATE, 1, "room_complete")
+            self.metrics.count(NodeMetric.LATE, 1, "room_complete")
             return
         note = HandoffNote.decode(event.last)
         room.state = RoomState.RUNNING
@@ -189,7 +188,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._room_changed = self._room_changed or bool(pages)
 
     def _fail(self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool) -> None:
-        self._metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
         room.link.report(RoomFailed(room.key, phase.phase, reason, retriable))
         self._end(room)
@@ -316,8 +315,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._outputs += tokens
         rate = tokens / max(seconds, 1e-9)
         self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
-        self._metrics.observe(NodeMetric.STEP_SECONDS, seconds)
-        self._metrics.observe(NodeMetric.STEP_TOKENS, tokens)
+        self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
+        self.metrics.observe(NodeMetric.STEP_TOKENS, tokens)
 
     def _in(self, state: RoomState) -> list[DecodeRoom]:
         return [room for room in self._rooms.values() if room.state is state]

@@ -84,7 +84,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         metrics: Metrics,
         clock: Clock = monotonic,
     ):
-        super().__init__("prefill-engine", clock)
+        super().__init__("prefill-engine", metrics, clock)
         self._device = device
         self._page_size = device.layout.page_size
         allocator = PageAllocator(device.pool.num_pages)
@@ -98,7 +98,6 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             write_timeout_s=config.node.write_timeout,
             clock=clock,
         )
-        self._metrics = metrics
         self._rooms: dict[RoomKey, _Room] = {}
         self._batch: PrefillBatch | None = None  # of the pass in progress
         self._computing = False  # between next_batch and complete_forward
@@ -181,7 +180,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         room = self._rooms.get(key)
         if room is None or room.over:
             return
-        self._metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
         room.link.report(RoomFailed(key, phase.phase, reason, retriable))
         self._abort(key)
@@ -286,6 +285,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             prefill = request.times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
             report = PrefillReport(key, request.cached_tokens, request.chunks, wait, prefill)
             by_link[room.link].append((token, report))
+            request.times.stamp(LifetimeEvent.TOKEN_0)
             self._outputs += 1
         for link, made in by_link.items():
             tokens, reports = zip(*made, strict=True)
@@ -294,8 +294,8 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     def _measure(self, tokens: int, seconds: float) -> None:
         rate = tokens / max(seconds, 1e-9)
         self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
-        self._metrics.observe(NodeMetric.STEP_SECONDS, seconds)
-        self._metrics.observe(NodeMetric.STEP_TOKENS, tokens)
+        self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
+        self.metrics.observe(NodeMetric.STEP_TOKENS, tokens)
 
     def _announce_cache(self) -> None:
         delta = self._cache.drain_changes()

@@ -32,12 +32,19 @@ ensure_engine() {
     else
         command -v dockerd > /dev/null || install_packages docker.io iptables ca-certificates
         local log=/var/log/kvrelay-dockerd.log
-        say "starting dockerd, log in $log"
-        # Its own session and no inherited file: it outlives this script, whose caller may wait for its output to end.
-        setsid dockerd > "$log" 2>&1 < /dev/null &
+        if pidof dockerd > /dev/null; then
+            say "dockerd runs and does not answer yet"
+        else
+            say "starting dockerd, log in $log"
+            # Left by a killed engine, they would name any process that has got the number since.
+            rm -f /run/docker.pid
+            pidof containerd > /dev/null || rm -f /run/docker/containerd/containerd.pid
+            # Its own session and no inherited file: it outlives this script, whose caller may wait for its output to end.
+            setsid dockerd > "$log" 2>&1 < /dev/null &
+        fi
         local deadline=$((SECONDS + 60))
         until docker info > /dev/null 2>&1; do
-            ((SECONDS < deadline)) || { tail -n 20 "$log" >&2; die "dockerd did not answer within 60 s"; }
+            ((SECONDS < deadline)) || { tail -n 20 "$log" >&2 || true; die "dockerd did not answer within 60 s"; }
             sleep 0.2
         done
     fi

@@ -37,7 +37,7 @@ class WritesDone:
 
     room: RoomKey
     bytes: int
-    seconds: float  # from the first post
+    seconds: float  # in which a write of the room was in progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class _Room:
     sequence: int = 0  # of the next batch
     pages: int = 0  # in batches handed out
     bytes: int = 0  # landed
-    started: float | None = None
+    since: float = 0.0  # when in_progress last left 0
+    busy: float = 0.0  # seconds in which it was not 0, up to then
     complete: bool = False  # its last send was called
     ended: bool = False  # cancelled or failed
 
@@ -179,8 +180,9 @@ class PageStreams:
         remote = stream.remote_pages[span.first : span.first + count]
         batch = Batch(stream.key, link.peer, stream.lease, span.local_pages[:count], remote, size, notice, now)
         stream.sequence += 1
+        if not stream.in_progress:
+            stream.since = now
         stream.in_progress += 1
-        stream.started = now if stream.started is None else stream.started
         link.in_progress[batch] = None
         link.bytes += size
         link.ready.popleft()
@@ -194,10 +196,11 @@ class PageStreams:
         if stream.ended:
             return self._close_if_quiet(stream)
         stream.bytes += batch.bytes
+        if not stream.in_progress:
+            stream.busy += now - stream.since
         self._events.append(Sent(batch.room, len(batch.local_pages), batch.bytes, batch.notice.last is not None))
         if stream.complete and not stream.pending and not stream.in_progress:
-            assert stream.started is not None
-            self._events.append(WritesDone(batch.room, stream.bytes, now - stream.started))
+            self._events.append(WritesDone(batch.room, stream.bytes, stream.busy))
             self._close(stream)
 
     def failed(self, batch: Batch, reason: str) -> None:

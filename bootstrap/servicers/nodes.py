@@ -90,7 +90,8 @@ class NodesServicer(pb_grpc.BootstrapServicer):
         return pb.PublishEnd()
 
     async def _take_reports(self, node: Node, link: _StreamLink, reports: AsyncIterator[pb.NodeReport]) -> None:
-        """Until the node's side of the stream ends."""
+        """Until the node's side of the stream ends, or cannot be read any more."""
+        unreadable = None
         try:
             async for message in reports:
                 try:
@@ -103,9 +104,11 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                     )
                 if message.HasField("heartbeat"):
                     link.acknowledge()
+        except KVRelayError as error:
+            unreadable = error
         except grpc.RpcError as error:
             log.info("session broke", extra={"node": str(node.identity), "error": str(error)})
-        link.close(None)
+        link.close(unreadable)
 
     def _attached(self, context: Context) -> Node:
         """The node that says it is calling. Raises Refused when it has no session."""

@@ -13,7 +13,6 @@ class LifetimeEvent(enum.Enum):
     """In their usual order. Each process stamps the events it sees, on its own clock."""
 
     ARRIVED = "arrived"  # at this process
-    RESERVING = "reserving"  # a decode node was asked for pages
     GRANTED = "granted"  # the decode node set them aside
     ADMITTED = "admitted"  # in a forward for the first time
     CHUNK_DONE = "chunk_done"  # a chunk's forward returned; once a chunk

@@ -31,6 +31,7 @@ from engine.core.messages import (
     Report,
     StepOutput,
 )
+from engine.core.metrics import Metrics, NodeMetric
 
 __all__ = ["EngineLoop", "Link"]
 
@@ -56,8 +57,9 @@ class Link(Protocol):
 class EngineLoop(abc.ABC, Generic[Event]):
     """Base of the prefill and the decode engine. `Event` is what its own helper threads post."""
 
-    def __init__(self, name: str, clock: Clock = monotonic):
+    def __init__(self, name: str, metrics: Metrics, clock: Clock = monotonic):
         self.clock = clock
+        self.metrics = metrics
         self.links: set[Link] = set()
         self._inbox: queue.SimpleQueue[tuple[Link | None, Command | LinkEvent | Event | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -138,6 +140,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
             self.check_integrity()
         except AssertionError as error:
             log.exception("integrity check failed")
+            self.metrics.count(NodeMetric.INTEGRITY)
             return (str(error) or "integrity check failed",)
         return ()
 
@@ -146,9 +149,13 @@ class EngineLoop(abc.ABC, Generic[Event]):
             self.warm_up()
             self.ready = True
             self._stats = self.collect_stats()
-            busy, failures = False, 0
+            busy, failures, checked = False, 0, True
             while not self._stopping:
-                self._take_in(wait=not busy)
+                if self._take_in(wait=not busy) or busy:
+                    checked = False
+                elif not checked:  # once each time the node comes to rest; a mistake is logged and counted
+                    self.integrity_problems()
+                    checked = True
                 try:
                     busy = self.step()
                     failures = 0
@@ -167,14 +174,15 @@ class EngineLoop(abc.ABC, Generic[Event]):
             self.failure = error
             log.critical("engine thread ended", exc_info=error)
 
-    def _take_in(self, wait: bool) -> None:
-        """Handle everything in the inbox; with `wait`, sleep until there is something (or a while has passed)."""
+    def _take_in(self, wait: bool) -> bool:
+        """Handle all that is in the inbox; with `wait`, sleep a while until something is. Returns whether it was."""
+        found = False
         while True:
             try:
                 link, item = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
             except queue.Empty:
-                return
-            wait = False
+                return found
+            wait, found = False, True
             if item is None:
                 continue
             try:

@@ -107,11 +107,11 @@ class FrontCluster:
         self.channel = channel
         self.generation: Any = generation_pb2_grpc.GenerationStub(channel)
         self.admin: Any = admin_pb2_grpc.AdminStub(channel)
-        self._nodes: list[StubNode] = []
+        self.nodes: list[StubNode] = []
 
     async def join(self, role: Role, node_id: str = "", stats: NodeStats = SERVING, **fields: Any) -> StubNode:
         node = StubNode(self.channel, registration(role, node_id, **fields), stats, HEARTBEAT_S)
-        self._nodes.append(node)
+        self.nodes.append(node)
         await node.attach()
         return node
 
@@ -139,7 +139,7 @@ class FrontCluster:
         self.front.check_integrity()
 
     async def close(self) -> None:
-        for node in self._nodes:
+        for node in self.nodes:
             await node.leave()
         await assert_soon(lambda: not len(self.front.registry), "every node has left")
         await self.idle()

@@ -80,8 +80,11 @@ class StubNode:
         return not any(isinstance(command, kind) for command in self._commands)
 
     async def report(self, report: Report) -> None:
+        await self.write(report_to_wire(report))
+
+    async def write(self, message: pb.NodeReport) -> None:
         async with self._writing:
-            await self._session.write(report_to_wire(report))
+            await self._session.write(message)
 
     async def publish(self, tokens: Iterable[TokenOutput] = (), **reports: Any) -> None:
         await self._output.write(step_output_to_wire(StepOutput(tuple(tokens), **reports)))

@@ -37,6 +37,7 @@ from kvrelay.v1.admin_pb2 import DrainRequest, ListNodesRequest, ListRequestsReq
 from kvrelay.v1.generation_pb2 import GetClusterRequest
 from rpc.errors import from_rpc_error
 from rpc.session import NODE_METADATA
+from rpc.wire import registration_to_wire
 
 
 @pytest.fixture
@@ -140,9 +141,21 @@ async def test_no_node_of_a_role_is_unavailable_within_a_heartbeat(cluster: Fron
 
 async def test_a_report_nobody_can_read_does_not_end_the_session(cluster: FrontCluster) -> None:
     prefill, _ = await cluster.pair()
-    await prefill._session.write(pb.NodeReport())
-    await prefill._session.write(pb.NodeReport(grant=pb.Grant(room=pb.Room(room=7, epoch=3), pages=[1])))
+    await prefill.write(pb.NodeReport())
+    await prefill.write(pb.NodeReport(grant=pb.Grant(room=pb.Room(room=7, epoch=3), pages=[1])))
     await prefill.beat()
+
+
+async def test_a_message_that_is_none_ends_the_session(cluster: FrontCluster) -> None:
+    channel: Any = cluster.channel
+    session = channel.stream_stream("/kvrelay.v1.Bootstrap/Attach")()
+    register = pb.NodeReport(register=registration_to_wire(registration(Role.PREFILL)))
+    await session.write(register.SerializeToString())
+    assert await session.read()
+    await session.write(b"\xff\xff\xff")
+    async with asyncio.timeout(10):
+        assert await session.code() == grpc.StatusCode.INVALID_ARGUMENT
+    await assert_soon(lambda: not len(cluster.front.registry), "the node has left")
 
 
 async def test_prompts_go_where_their_prefix_is_cached(cluster: FrontCluster) -> None:
@@ -156,7 +169,6 @@ async def test_prompts_go_where_their_prefix_is_cached(cluster: FrontCluster) ->
         reply = cluster.generate(None, token_ids={"ids": prompt})
         task = (await warm.expect(Submit)).task
         assert task.token_ids == tuple(prompt)
-        await warm.publish(text_tokens(cluster.text, task.key, "hello", FinishReason.LENGTH))
         reply.call.cancel()
         await cluster.idle()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -60,13 +61,14 @@ class CacheMachine(RuleBasedStateMachine):
         return {path[:n] for path, _ in self.locks for n in range(1, len(path) + 1)}
 
     def evict_from_model(self, count: int) -> int:
-        rank = {
+        ranks: dict[Eviction, Callable[[Fact], tuple[float, ...]]] = {
             Eviction.LRU: lambda fact: (fact.last,),
             Eviction.LFU: lambda fact: (fact.uses, fact.last),
             Eviction.FIFO: lambda fact: (fact.born,),
             Eviction.MRU: lambda fact: (-fact.last,),
             Eviction.PRIORITY: lambda fact: (fact.priority, fact.last),
-        }[self.eviction]
+        }
+        rank = ranks[self.eviction]
         for evicted in range(count):
             protected = self.protected()
             parents = {path[:-1] for path in self.facts}
@@ -160,8 +162,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert {node.key.decode(): node.locks for node in self.nodes() if node.locks} == locks
 
     def nodes(self) -> list[Node]:
-        return [self.cache.find(key) for key in self.cache.keys()]
+        cached = self.cache.keys()
+        return [self.cache.find(key) for key in cached]
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,8 +1,7 @@
-"""The scheduler with a fake engine round it: requests come, are granted, aborted, computed, sent and released in any order.
+"""The scheduler with a fake engine round it: requests come, are computed, sent, aborted and released in any order.
 
-The fake engine keeps what each page holds, as the sequence of tokens whose KV it would be. So a page that is
-handed to a second owner, evicted under a reader, or remapped wrongly shows up as foreign content, which is what it would do
-to an answer.
+The fake engine keeps what each page holds, as the sequence of tokens whose KV it would be. So a page that is handed to
+a second owner, evicted under a reader, or remapped wrongly shows up as foreign content, as it would in an answer.
 """
 
 from __future__ import annotations
@@ -198,9 +197,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         for pages in self.posted.values():
             assert all(self.content[page] == tokens for page, tokens in pages.items()), "overwritten while being read"
-        for key in self.cache.keys():
-            node = self.cache.find(key)
-            tokens = self.content[node.page]
+        cached = self.cache.keys()
+        for key in cached:
+            tokens = self.content[self.cache.find(key).page]
             assert page_keys(tokens, PAGE)[-1] == key, "a cached page does not hold what its key says"
 
     @invariant()

@@ -119,7 +119,7 @@ def test_a_refusal_changes_nothing(cache: PrefixCache, allocator: PageAllocator)
 def test_what_a_request_locks_is_not_room_for_it(
     cache: PrefixCache, allocator: PageAllocator, uncached: int, fits: bool
 ) -> None:
-    """Of 1024 tokens all are free or evictable, but 480 are its own prefix: 544 are left, and a page and a token spare."""
+    """Of 1024 tokens 480 are its own prefix, so 544 are left; it needs a page and a token more than it computes."""
     fill_cache(cache, allocator, [[(0, 480)], [(5000, 32)]], 16)
     (request,) = prompts(cache, a=480 + uncached)
     request.observe(cache.match(request.keys), 16)

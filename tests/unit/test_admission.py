@@ -93,6 +93,11 @@ def test_those_without_a_priority_come_last() -> None:
     assert admit(state(queue)).admitted == ("none", "low", "high")
 
 
+@pytest.mark.parametrize(("prompt", "max_new", "fits"), [(992, 32, True), (992, 33, False), (993, 1, False)])
+def test_what_never_fits_to_the_token(prompt: int, max_new: int, fits: bool) -> None:
+    assert (never_fits(prompt, max_new, 1024, 32, 16) is None) == fits
+
+
 @given(
     page_size=st.sampled_from([1, 16, 64]),
     pages=st.integers(1, 40),

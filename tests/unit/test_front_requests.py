@@ -108,6 +108,12 @@ def test_a_node_cannot_speak_for_a_room_that_is_not_its_own(house: House, prefil
     assert house.late("token") == 1
 
 
+def test_a_token_of_a_room_that_was_never_granted(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    house.output(prefill, token(house.submitted(prefill)[0].task.key, 0))
+    assert request.take() == []
+
+
 def test_timing_is_summed_from_here_and_from_reports(house: House, prefill: Node, decode: Node) -> None:
     request = house.submit(ask())
     house.clock.advance(0.5)
@@ -227,18 +233,6 @@ def test_reservations_not_yet_granted_count_against_the_room(house: House, prefi
     house.front.on_report(decode, _heartbeat(head_room=39))
     assert len(house.reserved(decode)) == 1
     house.grant(decode, head_room=20)
-    assert len(house.reserved(decode)) == 2
-
-
-def test_the_end_of_an_answer_makes_room_before_the_next_heartbeat(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    house.submit(ask("r1"))
-    house.submit(ask("r2"))
-    house.front.on_report(decode, _heartbeat(head_room=20))
-    key = house.grant(decode, head_room=0)
-    assert len(house.reserved(decode)) == 1
-    house.output(prefill, token(key, 0))
-    house.output(decode, token(key, 1, FinishReason.LENGTH))
     assert len(house.reserved(decode)) == 2
 
 

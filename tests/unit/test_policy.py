@@ -127,6 +127,17 @@ def test_deduplication_can_be_switched_off(cache: PrefixCache, cached: int, shar
     assert not any(request.deprioritized for request in queue)
 
 
+def test_late_requests_are_late_for_one_pass_only(cache: PrefixCache, allocator: PageAllocator) -> None:
+    queue = queue_of(cache, 4, {"ids": [(0, 60)]}, {"ids": [(0, 50), (900, 9)]}, {"ids": [(300, 40)]})
+    order = QueueOrder(Policy.LPM, cache, 4)
+    order.sort(queue)
+    assert ids(queue) == ["r0", "r2", "r1"]
+    fill_cache(cache, allocator, [[(0, 60)]], 4)
+    del queue[0]
+    order.sort(queue)
+    assert ids(queue) == ["r1", "r2"]
+
+
 def test_siblings_need_equal_extra_keys(cache: PrefixCache) -> None:
     queue = queue_of(cache, 4, {"ids": [(0, 60)]}, {"ids": [(0, 50)], "extra_key": "a"}, {"ids": [(0, 40)]})
     QueueOrder(Policy.SHORTEST, cache, 4).sort(queue)

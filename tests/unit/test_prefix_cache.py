@@ -148,7 +148,8 @@ def test_unlocking_what_is_not_locked_is_a_bug() -> None:
 
 
 def names(cache: PrefixCache) -> set[str]:
-    return {key.decode()[0] for key in cache.keys()}
+    cached = cache.keys()
+    return {key.decode()[0] for key in cached}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,26 @@ def test_a_parent_inherits_the_uses_of_its_children() -> None:
     assert names(cache) == {"s"}
 
 
+def test_a_page_keeps_the_greatest_priority_that_used_it() -> None:
+    """Also where that was a request for a longer chain, or for one that was cached already."""
+    allocator = PageAllocator(32)
+    cache = PrefixCache(allocator, Eviction.PRIORITY)
+    stem, other = chain("s", 2), chain("o", 2)
+    fill(cache, allocator, stem, priority=1)
+    fill(cache, allocator, chain("a", 1, stem), priority=5)
+    fill(cache, allocator, other, priority=1)
+    fill(cache, allocator, other, priority=4)
+    fill(cache, allocator, chain("x", 2), priority=3)
+    assert cache.evict(2) == 2
+    assert names(cache) == {"a", "s", "o"}
+    assert cache.evict(2) == 2
+    assert names(cache) == {"a", "s"}
+    assert cache.evict(1) == 1
+    fill(cache, allocator, chain("x", 1), priority=3)
+    assert cache.evict(1) == 1
+    assert names(cache) == {"s"}
+
+
 def test_touching_many_times_keeps_the_heap_small() -> None:
     allocator = PageAllocator(64)
     cache = PrefixCache(allocator, Eviction.MRU)
@@ -198,6 +219,17 @@ def test_touching_many_times_keeps_the_heap_small() -> None:
     assert len(cache._heap) < 256
     cache.evict(2)
     assert cache.match(chain("15-", 2)).depth == 0, "the last one touched"
+
+
+def test_changes_name_parents_first_when_a_chain_went_and_came_back() -> None:
+    allocator = PageAllocator(16)
+    cache = PrefixCache(allocator)
+    fill(cache, allocator, KEYS[:3])
+    cache.drain_changes()
+    cache.evict(3)
+    fill(cache, allocator, KEYS[:3])
+    changes = cache.drain_changes()
+    assert (changes.added, changes.removed) == (KEYS[:3], ())
 
 
 def test_changes_name_keys_that_came_and_went() -> None:

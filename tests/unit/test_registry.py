@@ -104,16 +104,16 @@ def test_serving_is_what_the_node_says_unless_it_was_asked_to_drain(registry: Re
 
 def test_a_missing_role_is_named_after_the_grace(registry: Registry, clock: ManualClock) -> None:
     clock.advance(5.0)
-    assert registry.missing(1.0) is Role.PREFILL
+    assert registry.missing(1.0) == [Role.PREFILL, Role.DECODE]
     prefill, _ = add(registry, registration(Role.PREFILL))
     decode, _ = add(registry, registration(Role.DECODE))
     for node in (prefill, decode):
         registry.update(node, SERVING)
-    assert registry.missing(1.0) is None
+    assert registry.missing(1.0) == []
     registry.remove(decode)
-    assert registry.missing(1.0) is None
+    assert registry.missing(1.0) == []
     clock.advance(1.5)
-    assert registry.missing(1.0) is Role.DECODE
+    assert registry.missing(1.0) == [Role.DECODE]
 
 
 def test_the_context_is_what_every_node_can_take(registry: Registry) -> None:

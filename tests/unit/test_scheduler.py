@@ -82,10 +82,15 @@ class Node:
         assert stats.bootstrap == stats.waiting == stats.running == stats.in_flight == stats.queued_tokens == 0
 
 
+def state(request: PrefillRequest) -> RequestState:
+    """Its state now: a type checker believes that the attribute stays what it was last compared with."""
+    return request.state
+
+
 def test_the_life_of_a_request() -> None:
     node = Node(chunk_size=8)
     request = node.submit(range(18), grant=False)
-    assert request.state is RequestState.BOOTSTRAP
+    assert state(request) is RequestState.BOOTSTRAP
     assert node.scheduler.next_batch() is None, "nothing is granted yet"
     node.clock.advance(1)
     assert node.scheduler.grant(request.key) is request
@@ -96,7 +101,7 @@ def test_the_life_of_a_request() -> None:
     assert (row.request, row.start, row.end, row.is_last, row.admitted) == (request, 0, 8, False, True)
     assert len(row.pages) == 2
     assert spans == [SendSpan(request, 0, row.pages, False)]
-    assert request.state is RequestState.RUNNING
+    assert state(request) is RequestState.RUNNING
 
     node.forward()
     node.clock.advance(1)
@@ -104,14 +109,14 @@ def test_the_life_of_a_request() -> None:
     (row,) = batch.rows
     assert (row.start, row.end, row.is_last, row.admitted) == (16, 18, True, False)
     assert spans == [SendSpan(request, 4, row.pages[4:], True)], "the last page is partly filled"
-    assert request.state is RequestState.IN_FLIGHT
+    assert state(request) is RequestState.IN_FLIGHT
     assert node.scheduler.next_batch() is None
     stats = node.scheduler.stats()
     assert (stats.protected, stats.held, stats.in_flight) == (4, 1, 1)
 
     node.clock.advance(1)
     assert node.scheduler.writes_done(request.key) is request
-    assert request.state is RequestState.ENDED
+    assert state(request) is RequestState.ENDED
     assert node.scheduler.get(request.key) is None
     node.assert_idle()
     assert len(node.cache) == 4
@@ -221,6 +226,27 @@ def test_prefixes_of_waiting_requests_outlive_others() -> None:
     node.finish(request)
 
 
+def test_the_head_of_the_queue_keeps_its_prefix_longest() -> None:
+    node = Node(num_pages=16, max_batch_requests=1)
+    first, second = range(0, 16), range(500, 516)
+    node.finish(node.submit(first))
+    node.finish(node.submit(second))
+    running = node.submit(range(1000, 1036))
+    waiting = [node.submit(prefix, range(90, 91)) for prefix in (first, second)]
+    node.forward()
+    assert [node.cache.match(request.keys).depth for request in waiting] == [4, 3]
+    node.finish(running)
+
+
+def test_reuse_counts_when_eviction_is_by_use() -> None:
+    node = Node(num_pages=16, eviction=Eviction.LFU)
+    node.finish(node.submit(range(16)))
+    node.finish(node.submit(range(16), range(90, 91)))
+    node.finish(node.submit(range(500, 516)))
+    node.finish(node.submit(range(1000, 1036)))
+    assert node.cache.match(page_keys(range(16), PAGE)).depth == 4, "used twice, if longer ago"
+
+
 def test_requests_wait_while_memory_is_held_by_transfers() -> None:
     node = Node(num_pages=16)
     first = node.submit(range(40))
@@ -326,7 +352,7 @@ def test_abort_before_admission_ends_at_once(granted: bool) -> None:
     node = Node()
     request = node.submit(range(10), grant=granted)
     assert node.scheduler.abort(request.key) is request
-    assert request.state is RequestState.ENDED
+    assert state(request) is RequestState.ENDED
     assert node.scheduler.abort(request.key) is None
     assert node.scheduler.grant(request.key) is None
     assert node.scheduler.writes_done(request.key) is None
@@ -341,15 +367,15 @@ def test_abort_during_a_forward_keeps_the_pages_until_it_ends(writes_end_first: 
     node.forward()
     batch = node.batch()
     node.scheduler.abort(request.key)
-    assert request.state is RequestState.RUNNING
+    assert state(request) is RequestState.RUNNING
     if writes_end_first:
         node.scheduler.writes_done(request.key)
         assert node.allocator.owned(request.key) == 2, "the forward is still writing them"
     assert node.scheduler.complete_forward(batch) == []
     if not writes_end_first:
-        assert request.state is RequestState.IN_FLIGHT
+        assert state(request) is RequestState.IN_FLIGHT
         node.scheduler.writes_done(request.key)
-    assert request.state is RequestState.ENDED
+    assert state(request) is RequestState.ENDED
     node.assert_idle()
     assert node.cache.match(request.keys).depth == 4, "what was computed is good for others"
 
@@ -359,7 +385,7 @@ def test_abort_between_chunks_ends_the_continuation() -> None:
     request, other = node.submit(range(30)), node.submit(range(100, 105))
     node.forward()
     node.scheduler.abort(request.key)
-    assert request.state is RequestState.IN_FLIGHT
+    assert state(request) is RequestState.IN_FLIGHT
     assert [row.request for row in node.forward()[0].rows] == [other]
     for ended in (request, other):
         node.scheduler.writes_done(ended.key)
