@@ -79,6 +79,7 @@ class FrontDoor:
         self._clock = clock
         self._changed = changed
         self._arrivals = 0
+        self._ticked = clock()
         self._limits = {
             HandoffState.QUEUED: config.queue_timeout,
             HandoffState.RESERVED: config.prefill_timeout,
@@ -251,6 +252,11 @@ class FrontDoor:
     def tick(self) -> None:
         """Everything that is due: leases, deadlines, pools without a node. To be called every fraction of a second."""
         now = self._clock()
+        if now - self._ticked > self._config.lease_seconds / 2:
+            # This process was held up, and what nodes said meanwhile is still unread: that is not their silence.
+            for node in self.registry.nodes():
+                node.heard = now
+        self._ticked = now
         for node in self.registry.silent(self._config.lease_seconds):
             self.leave(node, f"silent for {self._config.lease_seconds:g} s")
             node.link.close(Unavailable("lease expired: no message for too long", reason="LEASE_EXPIRED"))

@@ -54,9 +54,10 @@ class _Peer:
     identity: NodeIdentity
     metadata: bytes
     memory: PoolMemory
-    pages: Any  # prepared descriptor list of its pool
+    pages: Any = None  # prepared descriptor list of its pool; None: NIXL does not know the agent
     active: int = 0  # writes in progress
-    retired: bool = False
+    retired: bool = False  # removed, and dropped as soon as that is safe
+    awaited: bool = False  # until it is known to have ended: not dropped meanwhile
     broken: bool = False
 
     @property
@@ -131,21 +132,18 @@ class TransferAgent:
         """
         with self._lock:
             known = self._peers.get(identity)
-            if known is not None and (known.metadata, known.memory) == (metadata, memory):
-                return
-            if known is not None or identity == self.identity:
+            if identity == self.identity or (known and (known.metadata, known.memory) != (metadata, memory)):
                 raise PeerRefused(identity, "this identity is taken; a new process has a new incarnation")
             if memory.page_bytes != self.memory.page_bytes:
                 raise PeerRefused(identity, f"page_bytes is {memory.page_bytes}, here {self.memory.page_bytes}")
-            for other in [other for other in self._peers if other.node_id == identity.node_id]:
-                self.remove_peer(other)
-            revived = next((peer for peer in self._retired if peer.identity == identity), None)
-            if revived is None:
-                self._peers[identity] = self._connect(identity, metadata, memory)
-            else:
-                self._retired.remove(revived)
-                revived.retired = False
-                self._peers[identity] = revived
+            if known is None:
+                known = _Peer(identity, metadata, memory)
+                self._connect(known)
+                self._peers[identity] = known
+            known.retired = known.awaited = False
+            for other in [other for other in self._peers if other.node_id == identity.node_id and other != identity]:
+                if not self._peers[other].retired:
+                    self.remove_peer(other)
 
     def remove_peer(self, identity: NodeIdentity) -> None:
         """Post nothing more to a peer, and forget it as soon as no write to it is in progress. Raises UnknownPeer."""

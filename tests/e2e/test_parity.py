@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers.cluster import Answer, Cluster, cluster
-from helpers.models import tiny_model
-from helpers.reference import greedy
 from tokenizers import Tokenizer
 
 from kvrelay.v1.types_pb2 import FINISH_REASON_LENGTH
+from tests.helpers.cluster import Answer, Cluster, cluster
+from tests.helpers.models import tiny_model
+from tests.helpers.reference import greedy
 
 NEW_TOKENS = 12
 NON_ASCII = "Größe, 数学, नमस्ते, 🚀🚀: «¿qué tal?» — naïve café, Ωμέγα, مرحبا."

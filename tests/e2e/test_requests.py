@@ -9,10 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers.cluster import Answer, Cluster, assert_eventually, cluster
-from helpers.models import EOS_ID, VOCAB_SIZE, tiny_model
-from helpers.reference import greedy
 
+from kvrelay.v1 import generation_pb2_grpc
 from kvrelay.v1.generation_pb2 import (
     AbortRequest,
     Chat,
@@ -31,7 +29,11 @@ from kvrelay.v1.types_pb2 import (
     Stopping,
 )
 from rpc.errors import from_rpc_error
+from tests.helpers.cluster import Answer, Cluster, assert_eventually, cluster
+from tests.helpers.models import EOS_ID, VOCAB_SIZE, tiny_model
+from tests.helpers.reference import greedy
 
+GENERATE = "/kvrelay.v1.Generation/Generate"
 PAGES, PAGE_SIZE, RESERVED = 128, 16, 32
 
 
@@ -246,7 +248,7 @@ def test_longest_prompt_that_fits_is_served(served: Cluster, model: Path) -> Non
     ],
 )
 def test_bytes_that_are_no_message(served: Cluster, data: bytes) -> None:
-    raw = served.channel.unary_stream("/kvrelay.v1.Generation/Generate")
+    raw = served.channel.unary_stream(GENERATE, bytes, bytes)
     assert status(raw(data, timeout=20)) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED")
 
 
@@ -304,9 +306,7 @@ def test_deadline_ends_a_request_everywhere(served: Cluster) -> None:
 def test_client_that_vanishes(served: Cluster) -> None:
     """A client whose connection drops mid-stream is a cancelled request."""
     channel = grpc.insecure_channel(served.address)
-    stream = channel.unary_stream("/kvrelay.v1.Generation/Generate")(
-        Cluster.request(prompt(50), 1500).SerializeToString()
-    )
+    stream = generation_pb2_grpc.GenerationStub(channel).Generate(Cluster.request(prompt(50), 1500))
     next(stream)
     channel.close()
     assert_eventually(lambda: not served.admin_live(), "the request is gone")

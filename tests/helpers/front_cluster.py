@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from helpers.front_door import SERVING, registration
-from helpers.stub_node import StubNode
-from helpers.tiny_tokenizer import prepared_model, write_model
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.server import BootstrapServer
@@ -23,6 +20,9 @@ from engine.core.sampling import FinishReason
 from engine.core.types import Role, RoomKey, TokenOutput
 from kvrelay.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from rpc.errors import from_rpc_error
+from tests.helpers.front_door import SERVING, registration
+from tests.helpers.stub_node import StubNode
+from tests.helpers.tiny_tokenizer import prepared_model, write_model
 
 __all__ = ["FrontCluster", "Reply", "assert_soon", "front_cluster", "text_tokens"]
 

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
-from helpers.front_door import SERVING
 
 from engine.core.messages import (
     Abort,
@@ -28,6 +26,8 @@ from engine.core.sampling import FinishReason
 from engine.core.types import Role, TokenOutput
 from kvrelay.v1.generation_pb2 import AbortRequest
 from kvrelay.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from tests.helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
+from tests.helpers.front_door import SERVING
 
 
 @pytest.fixture

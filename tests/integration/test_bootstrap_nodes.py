@@ -11,9 +11,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
-from helpers.front_door import FINGERPRINT, SERVING, registration
-from helpers.stub_node import StubNode
 
 from bootstrap.server import SERVICES
 from engine.core.messages import (
@@ -38,6 +35,9 @@ from kvrelay.v1.generation_pb2 import GetClusterRequest
 from rpc.errors import from_rpc_error
 from rpc.session import NODE_METADATA
 from rpc.wire import registration_to_wire
+from tests.helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
+from tests.helpers.front_door import FINGERPRINT, SERVING, registration
+from tests.helpers.stub_node import StubNode
 
 
 @pytest.fixture

@@ -11,11 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from helpers.cluster import free_port
-from helpers.front_cluster import FrontCluster, Reply, front_cluster, text_tokens
-from helpers.front_door import SERVING, registration
-from helpers.stub_node import StubNode
-from helpers.tiny_tokenizer import EOS, prepared_model, write_model
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.server import serve
@@ -31,6 +26,11 @@ from kvrelay.v1.generation_pb2 import (
     TokenizeRequest,
 )
 from kvrelay.v1.generation_pb2_grpc import GenerationStub
+from tests.helpers.cluster import free_port
+from tests.helpers.front_cluster import FrontCluster, Reply, front_cluster, text_tokens
+from tests.helpers.front_door import SERVING, registration
+from tests.helpers.stub_node import StubNode
+from tests.helpers.tiny_tokenizer import EOS, prepared_model, write_model
 
 FULL = NodeStats(pages_total=100, pages_held=100, running=1, serving=True)
 

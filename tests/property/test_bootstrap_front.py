@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from helpers.front_door import House, ask, token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,6 +16,7 @@ from engine.core.errors import Unavailable
 from engine.core.messages import Abort, Granted, PeerLeft, Reserve, RoomFailed, RoomQuiesced, Submit, WriterQuiesced
 from engine.core.sampling import FinishReason
 from engine.core.types import NodeIdentity, Role, RoomKey
+from tests.helpers.front_door import House, ask, token
 
 LENGTH = 5  # tokens of every answer
 

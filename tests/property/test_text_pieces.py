@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helpers.tiny_tokenizer import byte_id, byte_level_tokenizer, fallback_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bootstrap.detokenize import IncrementalDetokenizer
 from bootstrap.stop_strings import StopStrings
 from bootstrap.text import TextModel
+from tests.helpers.tiny_tokenizer import byte_id, byte_level_tokenizer, fallback_tokenizer
 
 BYTES = TextModel(byte_level_tokenizer())
 FALLBACK = TextModel(fallback_tokenizer())

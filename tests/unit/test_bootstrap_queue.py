@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from helpers.front_door import RecordingLink, ask, registration
-
 from bootstrap.queue import BootstrapQueue
 from bootstrap.registry import Node
 from bootstrap.requests import Attempt, LiveRequest
 from engine.core.types import Role, RoomKey
+from tests.helpers.front_door import RecordingLink, ask, registration
 
 
 def attempt(number: int, priority: int | None = None) -> Attempt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.front_door import House, ask, token
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
@@ -12,6 +11,7 @@ from engine.core.errors import DeadlineExceeded, KVRelayError, NotFound, Refused
 from engine.core.messages import Abort, Drain, Heartbeat, NodeStats, PeerLeft, RoomFailed, RoomQuiesced, WriterQuiesced
 from engine.core.sampling import FinishReason
 from engine.core.types import Role, RoomKey
+from tests.helpers.front_door import House, ask, token
 
 
 @pytest.fixture
@@ -199,6 +199,14 @@ def test_a_silent_node_is_gone_when_its_lease_ends(house: House) -> None:
     assert house.front.registry.get(prefill.node_id) is None
     assert isinstance(house.links[prefill].closed, Unavailable)
     assert parts(request)[0] is not prefill
+
+
+def test_a_front_door_that_was_held_up_does_not_blame_the_nodes(house: House) -> None:
+    house.advance(60.0)
+    assert len(house.front.registry) == 4
+    for _ in range(6):
+        house.advance(1.0)
+    assert len(house.front.registry) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.front_door import House, ask, token
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
@@ -22,6 +21,7 @@ from engine.core.messages import (
 from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason, SamplingParams
 from engine.core.types import Role
+from tests.helpers.front_door import House, ask, token
 
 FULL = NodeStats(pages_total=100, pages_held=100, head_room=0, running=3, serving=True)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers.front_door import FINGERPRINT, MODEL, SERVING, RecordingLink, registration
 
 from bootstrap.registry import Node, Registry
 from engine.core.clock import ManualClock
 from engine.core.errors import InvalidField, Refused
 from engine.core.messages import CacheDelta, NodeStats, PeerJoined, PeerLeft, Registration
 from engine.core.types import Role
+from tests.helpers.front_door import FINGERPRINT, MODEL, SERVING, RecordingLink, registration
 
 
 @pytest.fixture

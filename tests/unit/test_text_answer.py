@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.tiny_tokenizer import EOS, byte_level_tokenizer, write_model
 
 from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.chat import ChatMessage, ChatTemplate
@@ -13,6 +12,7 @@ from bootstrap.text import TextModel
 from engine.core.errors import ConfigError, InvalidField
 from engine.core.sampling import FinishReason
 from engine.core.types import RoomKey, TokenOutput
+from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer, write_model
 
 KEY = RoomKey(1, 0)
 MODEL = TextModel(byte_level_tokenizer())
