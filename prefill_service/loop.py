@@ -173,6 +173,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         if room.opened:
             self._sender.cancel(key)
         else:
+            self._scheduler.writes_done(key)  # of one that was admitted in a pass that failed before it was opened
             del self._rooms[key]
             room.link.report(RoomQuiesced(key))
 

@@ -3,7 +3,7 @@
 What NIXL (1.5, over UCX) does, found by experiment, and what follows from it:
 
 - A notification needs nothing known of its sender. So a receiver needs no peer to be written to; it adds its writers
-  only to learn that one has died (`connected`).
+  only to learn that one has ended (`watch`, `probe`).
 - Removing an agent neither stops its writes into our pool, nor ends ours into its: a write whose agent is removed
   reports "not found" while its bytes may still be on the way. So a peer with writes in progress is only *retired*
   (nothing new is posted) and dropped when the last one is terminal.
@@ -54,10 +54,10 @@ class _Peer:
     identity: NodeIdentity
     metadata: bytes
     memory: PoolMemory
-    pages: Any = None  # prepared descriptor list of its pool; None: NIXL does not know the agent
+    pages: Any = None  # prepared descriptor list of its pool; None: not connected
     active: int = 0  # writes in progress
-    retired: bool = False  # removed, and dropped as soon as that is safe
-    awaited: bool = False  # until it is known to have ended: not dropped meanwhile
+    retired: bool = False  # nothing new; dropped once no write is in progress
+    watched: bool = False  # not dropped while it is
     broken: bool = False
 
     @property
@@ -108,7 +108,6 @@ class TransferAgent:
         self.memory = memory
         self._lock = threading.RLock()
         self._peers: dict[NodeIdentity, _Peer] = {}
-        self._retired: list[_Peer] = []
         self._notices: list[bytes] = []
         self._reconnects = 0
         self._closed = False
@@ -136,36 +135,60 @@ class TransferAgent:
                 raise PeerRefused(identity, "this identity is taken; a new process has a new incarnation")
             if memory.page_bytes != self.memory.page_bytes:
                 raise PeerRefused(identity, f"page_bytes is {memory.page_bytes}, here {self.memory.page_bytes}")
+            for other in list(self._peers.values()):
+                if other.identity.node_id == identity.node_id and other.identity != identity:
+                    self._retire(other)
             if known is None:
                 known = _Peer(identity, metadata, memory)
                 self._connect(known)
                 self._peers[identity] = known
-            known.retired = known.awaited = False
-            for other in [other for other in self._peers if other.node_id == identity.node_id and other != identity]:
-                if not self._peers[other].retired:
-                    self.remove_peer(other)
+            known.retired = known.watched = False
 
     def remove_peer(self, identity: NodeIdentity) -> None:
-        """Post nothing more to a peer, and forget it as soon as no write to it is in progress. Raises UnknownPeer."""
+        """Post nothing more to a peer, and forget it once no write to it is in progress. Raises UnknownPeer."""
         with self._lock:
-            peer = self._peers.pop(identity, None)
-            if peer is None:
-                raise UnknownPeer(identity)
-            peer.retired = True
-            self._retired.append(peer)
-            self._drop_if_quiet(peer)
+            self._retire(self._find(identity))
 
-    def connected(self, identity: NodeIdentity) -> bool:
-        """False once the connection to a peer is known to be broken: its process ended, or it let go of us.
+    def watch(self, identity: NodeIdentity) -> bool:
+        """Keep a peer, also when it is removed, so that `probe` can tell whether it has ended. False when unknown.
 
-        In either case it can write nothing more, except what already lies in our own socket buffers
-        (`PageReceiver.settle`). True proves nothing. Raises UnknownPeer.
+        Until `unwatch`, or until the peer is added again.
         """
         with self._lock:
-            peer = self._find(identity)
+            peer = self._peers.get(identity)
+            if peer is not None:
+                peer.watched = True
+            return peer is not None
+
+    def probe(self, identity: NodeIdentity) -> bool:
+        """Whether the connection to a watched peer was lost since the last probe; if so, a new one is begun.
+
+        A stopped or cut-off process loses none, an ended one all. A single loss proves nothing: either side may have
+        closed or lost a connection some time ago. Raises UnknownPeer when the peer is not watched any more.
+        """
+        with self._lock:
+            peer = self._peers.get(identity)
+            if peer is None or not peer.watched:
+                raise UnknownPeer(identity)
             if not peer.broken:
-                self._greet(peer)
-            return not peer.broken
+                self._send(peer, GREETING)
+            if not peer.broken or peer.active:
+                return False
+            try:
+                self._reconnect(peer)
+            except PeerRefused as error:
+                log.info("no connection", extra={"peer": peer.name, "error": str(error)})
+            return True
+
+    def unwatch(self, identity: NodeIdentity) -> bool:
+        """End watching a peer, and forget it. False, and nothing done, when it was not watched any more."""
+        with self._lock:
+            peer = self._peers.get(identity)
+            if peer is None or not peer.watched:
+                return False
+            peer.watched = False
+            self._retire(peer)
+            return True
 
     # ---- writes ----
 
@@ -227,10 +250,11 @@ class TransferAgent:
             if self._closed:
                 return True
             self._closed = True
-            for identity in list(self._peers):
-                self.remove_peer(identity)
-            if self._retired:
-                log.warning("closed with writes in progress", extra={"peers": [peer.name for peer in self._retired]})
+            for peer in list(self._peers.values()):
+                peer.watched = False
+                self._retire(peer)
+            if self._peers:
+                log.warning("closed with writes in progress", extra={"peers": [str(peer) for peer in self._peers]})
                 _unquiet.append(self)
                 return False
             self._nixl.release_dlist_handle(self._pages)
@@ -240,14 +264,15 @@ class TransferAgent:
 
     def stats(self) -> AgentStats:
         with self._lock:
-            active = sum(peer.active for peer in [*self._peers.values(), *self._retired])
-            return AgentStats(len(self._peers), len(self._retired), active, self._reconnects)
+            retired = sum(peer.retired for peer in self._peers.values())
+            active = sum(peer.active for peer in self._peers.values())
+            return AgentStats(len(self._peers) - retired, retired, active, self._reconnects)
 
     # ---- inside the lock ----
 
     def _find(self, identity: NodeIdentity) -> _Peer:
         peer = self._peers.get(identity)
-        if peer is None:
+        if peer is None or peer.retired:
             raise UnknownPeer(identity)
         return peer
 
@@ -257,34 +282,50 @@ class TransferAgent:
         if peer.broken:
             if peer.active:
                 raise PeerDisconnected(identity)
-            self._drop(peer)
-            peer = self._peers[identity] = self._connect(identity, peer.metadata, peer.memory)
-            self._reconnects += 1
+            self._reconnect(peer)
         return peer
 
-    def _connect(self, identity: NodeIdentity, metadata: bytes, memory: PoolMemory) -> _Peer:
+    def _reconnect(self, peer: _Peer) -> None:
+        self._disconnect(peer)
+        self._connect(peer)
+        self._reconnects += 1
+
+    def _connect(self, peer: _Peer) -> None:
         try:
-            name = self._nixl.add_remote_agent(metadata).decode()
+            name = self._nixl.add_remote_agent(peer.metadata).decode()
         except Exception as error:  # NIXL raises one class per status, all directly below Exception
-            raise PeerRefused(identity, f"NIXL cannot use its metadata ({type(error).__name__})") from error
+            raise PeerRefused(peer.identity, f"NIXL cannot use its metadata ({type(error).__name__})") from error
         try:
-            if name != str(identity):
-                raise PeerRefused(identity, f"its metadata is of agent {name}")
-            pages = self._prepare(name, memory)
+            if name != peer.name:
+                raise PeerRefused(peer.identity, f"its metadata is of agent {name}")
+            peer.pages = self._prepare(name, peer.memory)
         except Exception as error:
             self._nixl.remove_remote_agent(name)
             if isinstance(error, PeerRefused):
                 raise
-            raise PeerRefused(identity, f"its pool is not what it registered ({type(error).__name__})") from error
-        peer = _Peer(identity, metadata, memory, pages)
-        self._greet(peer)  # connecting takes some round trips: start now, not with the first pages
-        return peer
+            raise PeerRefused(peer.identity, f"its pool is not what it registered ({type(error).__name__})") from error
+        peer.broken = False
+        self._send(peer, GREETING)  # connecting takes some round trips: start now, not with the first pages
+
+    def _disconnect(self, peer: _Peer) -> None:
+        assert not peer.active
+        if peer.pages is None:  # an attempt to connect failed
+            return
+        self._nixl.release_dlist_handle(peer.pages)
+        peer.pages = None
+        try:
+            self._nixl.remove_remote_agent(peer.name)
+        except Exception as error:  # NIXL forgets by itself an agent whose connection broke
+            log.debug("agent was gone", extra={"peer": peer.name, "error": type(error).__name__})
+
+    def _retire(self, peer: _Peer) -> None:
+        peer.retired = True
+        if not peer.active and not peer.watched:
+            self._disconnect(peer)
+            del self._peers[peer.identity]
 
     def _prepare(self, agent: str, memory: PoolMemory) -> Any:
         return self._nixl.prep_xfer_dlist(agent, page_descriptors(memory), memory_type(memory))
-
-    def _greet(self, peer: _Peer) -> None:
-        self._send(peer, GREETING)
 
     def _send(self, peer: _Peer, notice: bytes) -> None:
         try:
@@ -309,19 +350,8 @@ class TransferAgent:
             peer.broken = True
         self._nixl.release_xfer_handle(write._handle)
         peer.active -= 1
-        self._drop_if_quiet(peer)
-
-    def _drop_if_quiet(self, peer: _Peer) -> None:
-        if peer.retired and not peer.active:
-            self._retired.remove(peer)
-            self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        self._nixl.release_dlist_handle(peer.pages)
-        try:
-            self._nixl.remove_remote_agent(peer.name)
-        except Exception as error:  # NIXL forgets by itself an agent whose connection broke
-            log.debug("agent was gone", extra={"peer": peer.name, "error": type(error).__name__})
+        if peer.retired:
+            self._retire(peer)
 
 
 def _adopt_nixl_logs() -> None:

@@ -37,7 +37,8 @@ log = logging.getLogger("kvrelay.transfer")
 ACTIVE_POLL_S = 2e-4
 IDLE_POLL_S = 0.02
 SETTLE_S = 0.25
-PROBE_S = 0.25  # between questions whether a peer that left is still connected
+PROBE_S = 0.1  # between probes of a peer that left
+LOSSES = 3  # of connections, after which it is gone: what it had, and two made anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class WriterGone:
-    """A peer is proven to write nothing more, and what it had written has landed. It was removed from the agent."""
+    """A peer is proven to write nothing more, and what it had written has landed. The agent has forgotten it."""
 
     peer: NodeIdentity
 
@@ -148,7 +149,7 @@ class PageReceiver:
         self._wake = threading.Condition()  # its lock guards the five below
         self._rooms: dict[RoomKey, RoomTally] = {}
         self._settling: list[tuple[float, ReceiverEvent]] = []  # event, and when it is due
-        self._leaving: set[NodeIdentity] = set()
+        self._leaving: dict[NodeIdentity, int] = {}  # and connections lost
         self._poked = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="page-receiver", daemon=True)
@@ -186,14 +187,18 @@ class PageReceiver:
             self._poke()
 
     def await_gone(self, peer: NodeIdentity) -> None:
-        """Emit WriterGone(peer) when this peer, which must be known to the agent, is proven to write nothing more.
+        """Emit WriterGone(peer) once this peer is proven to write nothing more, however long that takes.
 
-        A lost session is no proof: a stopped or cut-off writer goes on with what it has posted. A broken connection
-        is. So this may take as long as the writer's process lasts.
+        The end of its session is no proof: a stopped or cut-off writer goes on with what it has posted. That it
+        takes no new connection is. Adding the peer to the agent again ends the waiting. Nothing comes for a peer
+        that the agent does not know.
         """
         with self._wake:
-            self._leaving.add(peer)
-            self._poke()
+            if self._agent.watch(peer):
+                self._leaving[peer] = 0
+                self._poke()
+            else:
+                log.warning("cannot tell when an unknown peer is gone", extra={"peer": str(peer)})
 
     def stats(self) -> ReceiverStats:
         with self._wake:
@@ -267,19 +272,17 @@ class PageReceiver:
 
     def _check_leaving(self) -> None:
         with self._wake:
-            leaving = list(self._leaving)
-        for peer in leaving:
-            try:
-                if self._agent.connected(peer):
+            for peer, losses in list(self._leaving.items()):
+                try:
+                    losses += self._agent.probe(peer)
+                except UnknownPeer:  # it is back
+                    del self._leaving[peer]
                     continue
-                self._agent.remove_peer(peer)
-            except UnknownPeer:  # removed by somebody else: no proof will ever come
-                log.error("peer was removed before it was proven gone", extra={"peer": str(peer)})
-            else:
-                with self._wake:
-                    self._settling.append((self._clock() + self._settle, WriterGone(peer)))
-            with self._wake:
-                self._leaving.discard(peer)
+                self._leaving[peer] = losses
+                if losses >= LOSSES:
+                    del self._leaving[peer]
+                    if self._agent.unwatch(peer):
+                        self._settling.append((self._clock() + self._settle, WriterGone(peer)))
 
     def _pause(self) -> None:
         with self._wake:

@@ -149,7 +149,8 @@ class FrontCluster:
 
 @asynccontextmanager
 async def front_cluster(directory: Path, **options: Any) -> AsyncIterator[FrontCluster]:
-    config = BootstrapConfig(listen="127.0.0.1:0", heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S, **options)
+    options = {"listen": "127.0.0.1:0", "heartbeat_seconds": HEARTBEAT_S, "lease_seconds": LEASE_S, **options}
+    config = BootstrapConfig(**options)
     text = TextModel.load(write_model(directory))
     server = BootstrapServer(config, prepared_model(directory), text)
     await server.start()

@@ -117,13 +117,14 @@ async def test_a_restarted_node_replaces_its_former_self(cluster: FrontCluster) 
     assert (await reply.to_end()).text == "hello"
 
 
-async def test_a_silent_node_loses_its_lease(cluster: FrontCluster) -> None:
-    node = StubNode(cluster.channel, registration(Role.PREFILL), SERVING, beat_s=3600)
-    await node.attach()
-    error = from_rpc_error(await node.ended())
-    assert (error.code, error.reason) == ("UNAVAILABLE", "LEASE_EXPIRED")
-    assert not len(cluster.front.registry)
-    await node.leave()
+async def test_a_silent_node_loses_its_lease(tmp_path: Path) -> None:
+    async with front_cluster(tmp_path, lease_seconds=0.5) as cluster:
+        node = StubNode(cluster.channel, registration(Role.PREFILL), SERVING, beat_s=3600)
+        await node.attach()
+        error = from_rpc_error(await node.ended())
+        assert (error.code, error.reason) == ("UNAVAILABLE", "LEASE_EXPIRED")
+        assert not len(cluster.front.registry)
+        await node.leave()
 
 
 async def test_no_node_of_a_role_is_unavailable_within_a_heartbeat(cluster: FrontCluster) -> None:

@@ -207,21 +207,44 @@ def test_a_dead_writers_bytes_have_landed_once_settled(
     d.close()
 
 
-def test_a_stopped_writer_is_not_gone(tmp_path: Path, start: Callable[..., NodeProcess]) -> None:
+@BOTH_TRANSPORTS
+def test_only_a_writers_end_proves_it_gone(
+    tmp_path: Path, start: Callable[..., NodeProcess], environment: dict[str, str]
+) -> None:
     d = LocalNode(NodeIdentity.new("d"), FilePool(tmp_path / "d", PAGES, PAGE_BYTES))
-    writer = start("p")
+    writer = start("p", environment)
+    writer.ask("start_sender")
+    writer.ask("add_peer", d.introduction())
     d.add_peer(writer.introduction)
     d.receiver.start()
+    d.receiver.await_gone(NodeIdentity.new("p"))  # nobody knows it: nothing comes
+    d.receiver.await_gone(writer.identity)
+    assert writer.ask("break_connections") > 0  # it makes new ones
+    time_passes(d)
     with writer.stopped():
-        d.receiver.await_gone(writer.identity)
-        d.receiver.settle(1)
-        eventually(lambda: Settled(1) in d.received)
-        d.receiver.settle(2)
-        eventually(lambda: Settled(2) in d.received)
+        time_passes(d)
+        successor = start("p", environment)
+        d.add_peer(successor.introduction)
+        time_passes(d)
         assert d.received.find(WriterGone) == []
+    d.receiver.await_gone(successor.identity)
+    d.add_peer(successor.introduction)  # it is back: nothing to wait for
     assert writer.exit() == 0
+    successor.kill()
     eventually(lambda: d.received.find(WriterGone) == [WriterGone(writer.identity)])
+    time_passes(d)
+    assert d.received.find(WriterGone) == [WriterGone(writer.identity)]
+    d.receiver.await_gone(successor.identity)
+    eventually(lambda: WriterGone(successor.identity) in d.received)
     d.close()
+
+
+def time_passes(d: LocalNode) -> None:
+    """Long enough for a proof that should not come."""
+    for _ in range(3):
+        ticket = object()
+        d.receiver.settle(ticket)
+        eventually(lambda ticket=ticket: Settled(ticket) in d.received)  # type: ignore[misc]
 
 
 def test_peers_come_and_go(p: LocalNode, start: Callable[..., NodeProcess]) -> None:

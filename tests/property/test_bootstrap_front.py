@@ -31,6 +31,7 @@ class Player:
     writable: set[RoomKey] = field(default_factory=set)  # prefill: granted, and not quiesced
     writers: dict[RoomKey, NodeIdentity] = field(default_factory=dict)  # decode
     made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted; next index
+    quiet: set[RoomKey] = field(default_factory=set)  # decode: the writer is done
     fenced: set[RoomKey] = field(default_factory=set)  # decode: ended, the writer may still write
 
 
@@ -173,11 +174,12 @@ class FrontDoorMachine(RuleBasedStateMachine):
                     player.first_index[reservation.key] = reservation.first_index
                     player.writers[reservation.key] = reservation.writer
                 case Abort(key):
-                    if key in player.first_index and player.node.role is Role.DECODE:
+                    if key in player.first_index and key in player.writers and key not in player.quiet:
                         player.fenced.add(key)
                     player.first_index.pop(key, None)
                     player.made.pop(key, None)
                 case WriterQuiesced(key):
+                    player.quiet.add(key)
                     player.fenced.discard(key)
                 case PeerLeft(identity):
                     player.fenced -= {key for key in player.fenced if player.writers[key] == identity}
