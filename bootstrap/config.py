@@ -24,7 +24,7 @@ class BootstrapConfig:
     default_max_new_tokens: int = option(512, "length of an answer when a request does not say", unit="tokens", low=1)
     max_queue: int = option(4096, "requests that wait for a decode node, at most; more are refused", low=1)
     max_attempts: int = option(3, "times a request is tried, on other nodes where there are any, when one fails", low=1)
-    lower_priority_first: bool = option(False, "smaller priority values run first")
+    low_priority_first: bool = option(False, "smaller priority values run first")
     queue_timeout: float = option(60.0, "longest wait from arrival to a decode node's grant", unit="s", low=0.1)
     prefill_timeout: float = option(300.0, "longest time from the grant to the first token", unit="s", low=0.1)
     transfer_timeout: float = option(

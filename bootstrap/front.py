@@ -118,7 +118,7 @@ class FrontDoor:
         if missing:
             raise self._no_node(missing[0], None)
         self._arrivals += 1
-        sign = 1 if self._config.lower_priority_first else -1
+        sign = 1 if self._config.low_priority_first else -1
         order = (ask.priority is None, sign * (ask.priority or 0), self._arrivals)
         request = LiveRequest(ask, order, self._clock(), wake)
         self.requests[ask.request_id] = request

@@ -60,6 +60,7 @@ log = logging.getLogger("kvrelay.prefill")
 
 RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
 CANARY_TOKENS = 16
+KEYS_A_MESSAGE = 100_000  # about 2 MB, well below the front door's message limit
 
 
 @dataclass(slots=True)
@@ -123,7 +124,9 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     # ---- what comes in ----
 
     def link_up(self, link: Link) -> None:
-        link.report(CacheDelta(self._cache.keys(), (), reset=True))
+        keys = self._cache.keys()
+        for start in range(0, max(1, len(keys)), KEYS_A_MESSAGE):  # parents first, so any cut is a good one
+            link.report(CacheDelta(keys[start : start + KEYS_A_MESSAGE], (), reset=start == 0))
 
     def link_lost(self, link: Link) -> None:
         for key in [key for key, room in self._rooms.items() if room.link is link]:

@@ -244,8 +244,8 @@ def test_the_queue_goes_by_priority_then_arrival(house: House, prefill: Node) ->
     assert [r.reservation.request_id for r in house.reserved(decode)] == ["high", "high2", "low", "none"]
 
 
-def test_lower_priority_first_on_request() -> None:
-    house = House(BootstrapConfig(lower_priority_first=True))
+def test_low_priority_first_on_request() -> None:
+    house = House(BootstrapConfig(low_priority_first=True))
     house.join(Role.PREFILL)
     decode = house.join(Role.DECODE, stats=FULL)
     for name, priority in (("none", None), ("high", 5), ("low", 1)):
