@@ -176,7 +176,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         if room.state is RoomState.ARRIVING:
             self._receiver.forget(room.key)
             self._allocator.move(room.pages, room.key, FENCED)
-            self._unfence(self._fence.fence(room.key, room.pages, room.reservation.writer))
+            self._fence.fence(room.key, room.pages, room.reservation.writer)
             if room.writer_quiet:
                 self._receiver.settle(room.key)
         else:

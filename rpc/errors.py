@@ -7,6 +7,7 @@ with an id; its text stays in the log.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -126,10 +127,14 @@ def _guard_response(behaviour: Callable[..., Awaitable[Any]], method: str) -> Ca
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(_checked(request), context):
+            responses = behaviour(_checked(request), context)
+            if inspect.isawaitable(responses):  # not a generator: it writes to the context, as health's Watch does
+                await responses
+                return
+            async for response in responses:
                 yield response
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
@@ -140,7 +145,7 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> 
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Wraps every handler so that what it raises reaches the client as a status. Streams must be generators."""
+    """Wraps every handler so that what it raises reaches the client as a status."""
 
     async def intercept_service(
         self,

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import nixl
@@ -55,7 +55,7 @@ class _Peer:
     metadata: bytes
     memory: PoolMemory
     pages: Any = None  # prepared descriptor list of its pool; None: not connected
-    active: int = 0  # writes in progress
+    active: set[Write] = field(default_factory=set)  # in progress; held, since NIXL may not lose their handles
     retired: bool = False  # nothing new; dropped once no write is in progress
     watched: bool = False  # not dropped while it is
     broken: bool = False
@@ -204,7 +204,7 @@ class TransferAgent:
             peer = self._usable(identity)
             ours, theirs = np.array(local_pages, dtype=np.int32), np.array(remote_pages, dtype=np.int32)
             write = Write(peer, self._nixl.make_prepped_xfer("WRITE", self._pages, ours, peer.pages, theirs, notice))
-            peer.active += 1
+            peer.active.add(write)
             self._advance(write, self._nixl.transfer)
             return write
 
@@ -248,7 +248,7 @@ class TransferAgent:
         """
         with self._lock:
             if self._closed:
-                return True
+                return not self._peers
             self._closed = True
             for peer in list(self._peers.values()):
                 peer.watched = False
@@ -265,7 +265,7 @@ class TransferAgent:
     def stats(self) -> AgentStats:
         with self._lock:
             retired = sum(peer.retired for peer in self._peers.values())
-            active = sum(peer.active for peer in self._peers.values())
+            active = sum(len(peer.active) for peer in self._peers.values())
             return AgentStats(len(self._peers) - retired, retired, active, self._reconnects)
 
     # ---- inside the lock ----
@@ -349,7 +349,7 @@ class TransferAgent:
             write.state = WriteState.FAILED
             peer.broken = True
         self._nixl.release_xfer_handle(write._handle)
-        peer.active -= 1
+        peer.active.remove(write)
         if peer.retired:
             self._retire(peer)
 

@@ -28,8 +28,6 @@ class FenceTable:
 
     def __init__(self) -> None:
         self._fences: dict[RoomKey, _Fence] = {}
-        # A room may be fenced after its writer's end was told. Grows by one entry a node restart.
-        self._gone: set[NodeIdentity] = set()
         self.late = 0  # acknowledgements for rooms that are not fenced (any more)
 
     @property
@@ -43,13 +41,10 @@ class FenceTable:
     def __contains__(self, room: RoomKey) -> bool:
         return room in self._fences
 
-    def fence(self, room: RoomKey, pages: Sequence[int], writer: NodeIdentity) -> list[int]:
-        """Hold back the pages of an ended attempt. Returns them at once when its writer is gone already."""
+    def fence(self, room: RoomKey, pages: Sequence[int], writer: NodeIdentity) -> None:
+        """Hold back the pages of an ended attempt. Frees nothing: a writer gone before this must be told gone again."""
         assert room not in self._fences, f"room {room} is fenced already"
-        if writer in self._gone:
-            return list(pages)
         self._fences[room] = _Fence(tuple(pages), writer)
-        return []
 
     def quiesced(self, room: RoomKey) -> list[int]:
         """The writer of this room and epoch is quiet. Returns the freed pages; none for a room not fenced."""
@@ -60,12 +55,13 @@ class FenceTable:
         return list(fence.pages)
 
     def writer_gone(self, writer: NodeIdentity) -> list[int]:
-        """This incarnation has ended: its process no longer runs. Returns the freed pages."""
-        self._gone.add(writer)
+        """This writer is proven to write nothing more in any room fenced so far. Returns the freed pages.
+
+        Not remembered: a node that was cut off for a while comes back as the same incarnation.
+        """
         rooms = [room for room, fence in self._fences.items() if fence.writer == writer]
         return [page for room in rooms for page in self._fences.pop(room).pages]
 
     def check_integrity(self) -> None:
         pages = [page for fence in self._fences.values() for page in fence.pages]
         assert len(pages) == len(set(pages)), "a page is fenced twice"
-        assert not any(fence.writer in self._gone for fence in self._fences.values()), "fenced for a dead writer"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,8 +35,11 @@ __all__ = [
 
 log = logging.getLogger("kvrelay.transfer")
 
-ACTIVE_POLL_S = 2e-4
-IDLE_POLL_S = 0.02
+# Between polls. The time a write needs to end, and the notice after it, is this time and the sender's, once each.
+LIVELY_POLL_S = 2e-4  # for LIVELY_S after each notice
+EXPECTING_POLL_S = 1e-3
+IDLE_POLL_S = 0.02  # no room is expected
+LIVELY_S = 0.05
 SETTLE_S = 0.25
 PROBE_S = 0.1  # between probes of a peer that left
 LOSSES = 3  # of connections, after which it is gone: what it had, and two made anew
@@ -146,16 +150,17 @@ class PageReceiver:
         self._on_event = on_event
         self._settle = settle_s
         self._clock = clock
-        self._wake = threading.Condition()  # its lock guards the five below
+        self._wake = threading.Condition()  # its lock guards the six below
         self._rooms: dict[RoomKey, RoomTally] = {}
         self._settling: list[tuple[float, ReceiverEvent]] = []  # event, and when it is due
         self._leaving: dict[NodeIdentity, int] = {}  # and connections lost
+        self._gone: set[NodeIdentity] = set()  # proven; as long as the agent does not know them again
         self._poked = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="page-receiver", daemon=True)
         self.failure: BaseException | None = None
         # The receiver thread's own:
-        self._next_probe = 0.0
+        self._next_probe = self._lively_until = 0.0
         self._notices = self._completed = self._late = self._malformed = 0
 
     # ---- any thread ----
@@ -191,12 +196,15 @@ class PageReceiver:
 
         The end of its session is no proof: a stopped or cut-off writer goes on with what it has posted. That it
         takes no new connection is. Adding the peer to the agent again ends the waiting. Nothing comes for a peer
-        that the agent does not know.
+        that the agent never knew.
         """
         with self._wake:
             if self._agent.watch(peer):
                 self._leaving[peer] = 0
+                self._gone.discard(peer)
                 self._poke()
+            elif peer in self._gone:
+                self._gone_after_settling(peer)
             else:
                 log.warning("cannot tell when an unknown peer is gone", extra={"peer": str(peer)})
 
@@ -242,6 +250,7 @@ class PageReceiver:
             log.debug("malformed notice", extra={"error": str(error)})
             return
         now = self._clock()
+        self._lively_until = now + LIVELY_S
         with self._wake:
             tally = self._rooms.get(notice.room)
             if tally is None:
@@ -282,11 +291,19 @@ class PageReceiver:
                 if losses >= LOSSES:
                     del self._leaving[peer]
                     if self._agent.unwatch(peer):
-                        self._settling.append((self._clock() + self._settle, WriterGone(peer)))
+                        self._gone_after_settling(peer)
+
+    def _gone_after_settling(self, peer: NodeIdentity) -> None:
+        self._gone.add(peer)
+        self._settling.append((self._clock() + self._settle, WriterGone(peer)))
+        self._poke()
 
     def _pause(self) -> None:
         with self._wake:
             busy = bool(self._rooms or self._settling)
-            if not self._poked:
-                self._wake.wait(ACTIVE_POLL_S if busy else IDLE_POLL_S)
-            self._poked = False
+            if not busy:
+                if not self._poked:
+                    self._wake.wait(IDLE_POLL_S)
+                self._poked = False
+        if busy:  # a plain sleep costs half of what waiting on a condition does
+            time.sleep(LIVELY_POLL_S if self._clock() < self._lively_until else EXPECTING_POLL_S)

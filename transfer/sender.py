@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ BATCH_BYTES = 4 << 20  # of one write: copied within a millisecond, so that othe
 WINDOW_BYTES = 64 << 20
 IDLE_TICK_S = 0.02  # NIXL moves greetings and notices only when asked to
 POLL_S = (50e-6, 1e-3)  # between polls of writes in progress, from first to longest
-STALLED_POLL_S = 0.01  # between polls of a write that has taken a second
+STALLED_POLL_S = 0.01  # when every write that is waited for has taken STALLED_S
 STALLED_S = 1.0
 
 
@@ -143,6 +144,7 @@ class PageSender:
                 idle_turns = 0 if moved else idle_turns + 1
                 if idle_turns:
                     self._pause(idle_turns)
+            self._emit()
         except BaseException as error:  # the node's process watches `failure` and ends
             self.failure = error
             log.critical("transfer thread ended", exc_info=error)
@@ -210,12 +212,15 @@ class PageSender:
     def _pause(self, idle_turns: int) -> None:
         """Sleep until there is something to do: long when nothing is posted, briefly and ever longer while it is."""
         if self._writes:
-            oldest = min(writes[0][1].posted for writes in self._writes.values())
-            slow = self._clock() - oldest > STALLED_S
+            # A peer that does not answer must not slow down those that do: the youngest of the waiting writes counts.
+            slow = self._clock() - max(writes[0][1].posted for writes in self._writes.values()) > STALLED_S
             delay = STALLED_POLL_S if slow else min(POLL_S[0] * 2 ** min(idle_turns, 10), POLL_S[1])
         else:
             self._agent.progress()
             delay = IDLE_TICK_S
+        if delay <= POLL_S[1]:  # a plain sleep costs half of what waiting on a condition does
+            time.sleep(delay)
+            return
         with self._wake:
             if not self._poked:
                 self._wake.wait(delay)

@@ -28,5 +28,5 @@ class HandoffNote:
         """Raises ValueError when `data` is not an encoded note."""
         try:
             return cls(**orjson.loads(data))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"not a hand-off note: {error}") from error

@@ -44,7 +44,7 @@ class SamplingParams:
         """Raise InvalidField for the first value outside its range."""
         for name, value, low, high in self._ranges():
             if not low <= value <= high:  # also refuses NaN
-                raise InvalidField(f"sampling.{name}", value, f"{low:g} to {high:g}")
+                raise InvalidField(f"sampling.{name}", value, f"{low} to {high}")
         if self.top_p <= 0:
             raise InvalidField("sampling.top_p", self.top_p, "above 0, at most 1")
         if self.repetition_penalty <= 0:

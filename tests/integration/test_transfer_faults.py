@@ -234,14 +234,15 @@ def test_only_a_writers_end_proves_it_gone(
     eventually(lambda: d.received.find(WriterGone) == [WriterGone(writer.identity)])
     time_passes(d)
     assert d.received.find(WriterGone) == [WriterGone(writer.identity)]
-    d.receiver.await_gone(successor.identity)
-    eventually(lambda: WriterGone(successor.identity) in d.received)
+    for times in (1, 2):  # told again to who asks again
+        d.receiver.await_gone(successor.identity)
+        eventually(lambda times=times: d.received.count(WriterGone(successor.identity)) == times)  # type: ignore[misc]
     d.close()
 
 
 def time_passes(d: LocalNode) -> None:
     """Long enough for a proof that should not come."""
-    for _ in range(3):
+    for _ in range(2):
         ticket = object()
         d.receiver.settle(ticket)
         eventually(lambda ticket=ticket: Settled(ticket) in d.received)  # type: ignore[misc]

@@ -193,6 +193,31 @@ def test_without_a_lease_nothing_is_posted(
     assert not d.pool.pages[2:].any()
 
 
+def test_a_thread_that_ended_is_seen(tmp_path: Path) -> None:
+    class Careless(LocalNode):
+        def on_sent(self, event: object) -> None:
+            raise RuntimeError("not for me")
+
+    node = Careless(NodeIdentity.new("p"), FilePool(tmp_path / "pool", 4, 4096))
+    node.start_sender()
+    room = RoomKey.new(0)
+    node.sender.open(room, node.identity, range(4), always)
+    node.sender.cancel(room)
+    eventually(lambda: node.sender.failure is not None)
+    eventually(lambda: not node.sender.stats().alive)
+    assert node.sender.close()
+    assert node.agent.close()
+
+
+def test_closing_ends_every_room(sender_node: Callable[..., LocalNode]) -> None:
+    p = sender_node(4096)
+    room = RoomKey.new(0)
+    p.sender.open(room, NodeIdentity.new("d"), range(4), always)
+    assert p.sender.close()
+    assert p.sender.close()
+    assert p.sent == [Quiesced(room)]
+
+
 def test_a_room_for_an_unknown_peer_fails(sender_node: Callable[..., LocalNode]) -> None:
     p = sender_node(4096)
     room, nobody = RoomKey.new(0), NodeIdentity("d", "nobody")

@@ -21,7 +21,6 @@ class Fencing(RuleBasedStateMachine):
         self.free = set(PAGES)
         self.fenced: dict[RoomKey, tuple[list[int], NodeIdentity]] = {}
         self.ended: list[RoomKey] = []
-        self.gone: set[NodeIdentity] = set()
         self.late = 0
         self.rooms = 0
 
@@ -36,12 +35,9 @@ class Fencing(RuleBasedStateMachine):
         room = RoomKey(self.rooms // 2, epoch * 1000 + self.rooms)
         pages = sorted(self.free)[:count]
         self.free -= set(pages)
-        freed = self.table.fence(room, pages, writer)
-        if writer in self.gone:
-            self.give_back(freed, pages)
-        else:
-            assert freed == []
-            self.fenced[room] = (pages, writer)
+        self.table.fence(room, pages, writer)
+        self.fenced[room] = (pages, writer)
+        assert room in self.table
 
     @precondition(lambda self: self.fenced)
     @rule(data=st.data())
@@ -60,7 +56,6 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(writer=st.sampled_from(WRITERS))
     def a_writer_is_gone(self, writer: NodeIdentity) -> None:
-        self.gone.add(writer)
         rooms = [room for room, (_, who) in self.fenced.items() if who == writer]
         self.give_back(self.table.writer_gone(writer), [page for room in rooms for page in self.fenced.pop(room)[0]])
 
