@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.core.room_budget import CLIP_NEW_TOKENS, decode_room
+from engine.core.room_budget import CLIP_NEW_TOKENS, decode_room, required_room
 
 __all__ = ["Admission", "Candidate", "DecodeState", "Holder", "Readiness", "admit"]
 
@@ -56,6 +56,7 @@ class Candidate(Generic[Id]):
     max_new: int
     readiness: Readiness = Readiness.READY
     priority: int | None = None
+    resumed: bool = False  # part of its prompt is answer: see room_budget.required_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ class _Room(Generic[Id]):
         self.rows = state.rows - len(holders)
         self.retractable = sum(r.prompt_tokens + r.generated for r in state.running)
         self.need = 0
-        capacity = state.capacity // state.page_size * state.page_size
-        self.free = capacity - sum(self.held(r.prompt_tokens, r.generated) for r in holders)
+        self._capacity = state.capacity // state.page_size * state.page_size
+        self.free = self._capacity - sum(self.held(r.prompt_tokens, r.generated) for r in holders)
 
     def held(self, prompt_tokens: int, generated: int = 0) -> int:
         return decode_room(prompt_tokens, generated, self._page_size)
@@ -144,7 +145,14 @@ class _Room(Generic[Id]):
         return self.free - max(self.reserved * self._holders, self.need) - self._prebuilt
 
     def required(self, candidate: Candidate[Id]) -> int:
-        return max(self.held(candidate.prompt_tokens) + self.reserved, _end(candidate) - self.retractable)
+        return required_room(
+            candidate.prompt_tokens,
+            candidate.max_new,
+            self.reserved,
+            self._page_size,
+            retractable=self.retractable,
+            resumed_below=self._capacity if candidate.resumed else None,
+        )
 
     def take(self, held: int) -> None:
         self.free -= held
@@ -163,6 +171,6 @@ def _resume(retracted: Sequence[Holder[Id]], room: _Room[Id]) -> list[Id]:
     return resumed
 
 
-def _end(request: Holder[Id] | Candidate[Id]) -> int:
+def _end(request: Holder[Id]) -> int:
     """Tokens of a request when it ends, its future clipped."""
     return request.prompt_tokens + min(request.max_new, CLIP_NEW_TOKENS)

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from decode_service.admission import Candidate, DecodeState, Holder, admit
-from decode_service.config import DecodeOptions
+from decode_service.config import DecodeConfig
 from decode_service.room import DecodeRoom, RoomState
 from engine.core.clock import Clock, monotonic
+from engine.core.errors import KVRelayError, Overloaded
 from engine.core.handoff import HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.lifetime import LifetimeEvent, Timeline
@@ -35,6 +36,7 @@ from engine.core.messages import (
     PeerLeft,
     Reserve,
     RoomFailed,
+    RoomFenced,
     StepOutput,
     WriterQuiesced,
 )
@@ -71,17 +73,17 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def __init__(
         self,
         device: NodeDevice,
-        options: DecodeOptions,
+        config: DecodeConfig,
         agent: TransferAgent,
         metrics: Metrics,
         clock: Clock = monotonic,
     ):
-        super().__init__("decode-engine", metrics, clock)
+        super().__init__("decode-engine", metrics, config.node.stall_timeout, clock)
         self._device = device
         self._page_size = device.layout.page_size
-        self._options = options
+        self._options = config.decode
         self._agent = agent
-        self._receiver = PageReceiver(agent, lambda event: self.post(None, event), clock=clock)
+        self._receiver = PageReceiver(agent, self._take_event, clock=clock)
         self._allocator = PageAllocator(device.pool.num_pages)
         self._fence = FenceTable()
         self._rooms: dict[RoomKey, DecodeRoom] = {}  # in order of arrival
@@ -103,12 +105,21 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     # ---- what comes in ----
 
+    def _take_event(self, event: ReceiverEvent) -> None:
+        """Called on the receiver thread. Progress of a room is nothing to wake the engine for."""
+        if not isinstance(event, RoomProgress):
+            self.post(None, event)
+
     def link_up(self, link: Link) -> None:
-        """Nothing to tell: whatever came over an earlier link has ended with it."""
+        """Ask once more for acknowledgements that an earlier session may have lost."""
+        for key, writer in self._fence.waiting():
+            link.report(RoomFenced(key, writer))
 
     def link_lost(self, link: Link) -> None:
         for room in [room for room in self._rooms.values() if room.link is link]:
             self._end(room)
+        for writer in {writer for _, writer in self._fence.waiting()}:
+            self._receiver.await_gone(writer)  # a writer's death needs no bootstrap to be seen
 
     def handle(self, link: Link | None, item: Command | ReceiverEvent) -> None:
         match item:
@@ -129,6 +140,9 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 self._unfence(self._fence.quiesced(ticket))
             case PeerJoined(peer):  # writers find us by themselves; this is to learn when one has gone
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
+                for key, writer in self._fence.waiting():
+                    if writer == peer.identity and link is not None:
+                        link.report(RoomFenced(key, writer))
             case PeerLeft(identity):
                 self._writer_left(identity)
             case WriterGone(identity):
@@ -138,10 +152,13 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             case RoomBroken(key, reason):
                 if (room := self._rooms.get(key)) is not None:
                     self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True)
-            case RoomProgress():
-                pass
             case _:
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
+
+    def handling_failed(self, item: Command | ReceiverEvent, incident: str) -> None:
+        key = item.reservation.key if isinstance(item, Reserve) else getattr(item, "key", getattr(item, "room", None))
+        if isinstance(key, RoomKey) and (room := self._rooms.get(key)) is not None:
+            self._fail(room, HandoffState.TRANSFERRING, f"internal error, incident {incident}", retriable=False)
 
     def _arrived(self, event: RoomComplete) -> None:
         room = self._rooms.get(event.room)
@@ -157,7 +174,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         if reservation.sampling.needs_history:
             room.history = TokenHistory(reservation.history, reservation.first_index)
             room.history.append(note.token_id)
-        room.handoff = -note.forward_end_ns / 1e9  # completed when the first step begins
+        room.forward_end = note.forward_end_ns / 1e9
         if finish_reason(reservation.stopping, note.index, note.token_id) is not None:
             self._end(room)  # the front door has this token, with the same verdict, from the prefill node
 
@@ -187,10 +204,12 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._allocator.free(pages, FENCED)
         self._room_changed = self._room_changed or bool(pages)
 
-    def _fail(self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool) -> None:
+    def _fail(
+        self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
+    ) -> None:
         self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
-        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable))
+        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable, code))
         self._end(room)
 
     # ---- a pass ----
@@ -219,13 +238,23 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         queued = self._in(RoomState.QUEUED)
         if not queued:
             return
-        candidates = [Candidate(r.key, r.prompt, r.max_new, priority=r.reservation.priority) for r in queued]
+        candidates = [
+            Candidate(
+                room.key,
+                room.prompt,
+                room.max_new,
+                priority=room.reservation.priority,
+                resumed=room.reservation.first_index > 0,
+            )
+            for room in queued
+        ]
         for key in admit(self._state(candidates)).admitted:
             room = self._rooms[key]
             room.pages.extend(self._allocator.allocate(self._device.layout.pages_for(room.prompt), key))
             room.state = RoomState.ARRIVING
             self._receiver.expect(key, len(room.pages))
             room.link.report(Grant(key, tuple(room.pages), self._head_room()))
+        self._stats = self.collect_stats()  # a heartbeat during the step that follows must not tell of room given away
 
     def _head_room(self) -> int:
         """Tokens that admission would still grant to one more request."""
@@ -250,12 +279,11 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         running = self._in(RoomState.RUNNING)
         needy = [room for room in running if room.position >= len(room.pages) * self._page_size]
         while len(needy) > self._allocator.available:
-            victim = min(running, key=lambda room: (room.generated, -room.prompt))
             if len(running) == 1:
-                limit = f"{self._device.pool.num_pages} pages of {self._page_size} tokens"
-                self._fail(victim, HandoffState.DECODING, f"out of pages: this node has {limit}", retriable=False)
-            else:
-                self._fail(victim, HandoffState.DECODING, "retracted: out of pages", retriable=True)
+                return self._last_one_needs(needy[0])
+            # By tokens over all attempts: else one that came back would always be the next to go.
+            victim = min(running, key=lambda room: (room.last_index, room.reservation.first_index - room.prompt))
+            self._fail(victim, HandoffState.DECODING, "retracted: out of pages", retriable=True)
             running.remove(victim)
             if victim in needy:
                 needy.remove(victim)
@@ -263,21 +291,29 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             room.pages.extend(self._allocator.allocate(1, room.key))
         return running
 
+    def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:
+        """Nobody else runs and no page is free: pages that arrive or are fenced will come back, unless it needs all."""
+        if len(room.pages) == self._allocator.num_pages:
+            limit = f"{self._allocator.num_pages} pages of {self._page_size} tokens"
+            reason = f"out of pages: this node has {limit}"
+            self._fail(room, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
+        return []
+
     def _decode(self, running: list[DecodeRoom]) -> None:
         started = self.clock()
-        for room in running:
-            if room.times.first(LifetimeEvent.FIRST_STEP) is None:
-                room.times.stamp(LifetimeEvent.FIRST_STEP)
-                room.handoff += time.time_ns() / 1e9
+        new = [room for room in running if room.times.first(LifetimeEvent.FIRST_STEP) is None]
+        for room in new:
+            room.times.stamp(LifetimeEvent.FIRST_STEP)
+        handoff = {room.key: time.time() - room.forward_end for room in new}
         logits = self._forward([Row([room.last_token], room.position, room.pages, True) for room in running])
         drawn = self._sample(running, logits)
         outputs: defaultdict[Link, tuple[list[TokenOutput], list[DecodeReport]]] = defaultdict(lambda: ([], []))
         for room, one in zip(running, drawn, strict=True):
             tokens, reports = outputs[room.link]
             tokens.append(self._advance(room, one))
+            if room.key in handoff:
+                reports.append(DecodeReport(room.key, handoff[room.key]))
             if tokens[-1].finish is not None:
-                decode = room.times.between(LifetimeEvent.FIRST_STEP, LifetimeEvent.LAST_TOKEN) or 0.0
-                reports.append(DecodeReport(room.key, room.handoff, decode))
                 self._end(room)
         for link, (tokens, reports) in outputs.items():
             link.publish(StepOutput(tokens=tuple(tokens), decoded=tuple(reports)))
@@ -338,6 +374,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             head_room=self._head_room(),
             requests_total=self._requests,
             output_tokens_total=self._outputs,
+            retractable=sum(room.prompt + room.generated for room in self._in(RoomState.RUNNING)),
             relayed_bytes_total=self._relayed_bytes,
         )
 

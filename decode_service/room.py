@@ -39,7 +39,7 @@ class DecodeRoom:
     last_token: int = -1  # the newest token, whose KV is not yet computed
     last_index: int = -1  # its index in the answer
     history: TokenHistory | None = None
-    handoff: float = 0.0  # seconds from the end of the last prefill forward to the first decode step
+    forward_end: float = 0.0  # wall clock of the prefill node when the last chunk's forward returned, in seconds
 
     @property
     def key(self) -> RoomKey:

@@ -33,7 +33,7 @@ def main(config: DecodeConfig) -> int:
         endpoint = stack.enter_context(closing(serve_metrics(metrics, node.metrics_listen)))
         log.info("metrics", extra={"port": endpoint.port})
         agent = stack.enter_context(closing(TransferAgent(identity, device.memory)))
-        engine = DecodeEngine(device, config.decode, agent, metrics)
+        engine = DecodeEngine(device, config, agent, metrics)
         registration = Registration(
             identity=identity,
             role=Role.DECODE,

@@ -27,6 +27,7 @@ from engine.core.lifetime import LifetimeEvent
 from engine.core.loop import EngineLoop, Link
 from engine.core.messages import (
     Abort,
+    AdmitReport,
     CacheDelta,
     Command,
     Granted,
@@ -85,7 +86,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         metrics: Metrics,
         clock: Clock = monotonic,
     ):
-        super().__init__("prefill-engine", metrics, clock)
+        super().__init__("prefill-engine", metrics, config.node.stall_timeout, clock)
         self._device = device
         self._page_size = device.layout.page_size
         allocator = PageAllocator(device.pool.num_pages)
@@ -94,7 +95,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._agent = agent
         self._sender = PageSender(
             agent,
-            lambda event: self.post(None, event),
+            self._take_event,
             window_bytes=config.node.inflight_bytes,
             write_timeout_s=config.node.write_timeout,
             clock=clock,
@@ -121,6 +122,11 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         )
         assert logits.isfinite().all(), "the canary's logits are not finite"
 
+    def _take_event(self, event: SenderEvent) -> None:
+        """Called on the transfer thread. Progress of a room is nothing to wake the engine for."""
+        if not isinstance(event, Sent):
+            self.post(None, event)
+
     # ---- what comes in ----
 
     def link_up(self, link: Link) -> None:
@@ -139,17 +145,19 @@ class PrefillEngine(EngineLoop[SenderEvent]):
                 try:
                     self._rooms[task.key] = _Room(self._scheduler.submit(task), link)
                 except KVRelayError as error:
-                    link.report(RoomFailed(task.key, HandoffState.QUEUED.phase, str(error), retriable=False))
+                    phase = HandoffState.QUEUED.phase
+                    link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
             case Granted(key):
                 if (room := self._rooms.get(key)) is not None:
                     room.grant = item
                     self._scheduler.grant(key)
             case Abort(key):
                 assert link is not None
-                if key in self._rooms:
-                    self._abort(key)
-                else:  # over, or never here: in either case nothing is being written
+                if (room := self._rooms.get(key)) is None:  # ended, or never here: either way nothing is being written
                     link.report(RoomQuiesced(key))
+                else:
+                    room.link = link  # the one it came over may be gone
+                    self._abort(key)
             case PeerJoined(peer):
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
             case PeerLeft(identity):
@@ -163,10 +171,13 @@ class PrefillEngine(EngineLoop[SenderEvent]):
                 self._end(key).link.report(RoomQuiesced(key))
             case WriteFailed(key, reason):
                 self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
-            case Sent():
-                pass
             case _:
                 log.warning("not for a prefill node", extra={"command": type(item).__name__})
+
+    def handling_failed(self, item: Command | SenderEvent, incident: str) -> None:
+        key = item.task.key if isinstance(item, Submit) else getattr(item, "key", getattr(item, "room", None))
+        if isinstance(key, RoomKey):
+            self._fail(key, HandoffState.PREFILLING, f"internal error, incident {incident}", retriable=False)
 
     def _abort(self, key: RoomKey) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
@@ -209,9 +220,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         if batch is None:
             return False
         self._computing = True
-        for row in batch.rows:
-            if row.admitted:
-                self._open(row)
+        self._open([row for row in batch.rows if row.admitted])
         started = self.clock()
         logits = self._device.runner.forward(
             build_batch([self._row(row) for row in batch.rows], self._page_size, self._device.pool.device)
@@ -244,15 +253,20 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     def _row(row: BatchRow) -> Row:
         return Row(row.request.task.token_ids[row.start : row.end], row.start, row.pages, row.is_last)
 
-    def _open(self, row: BatchRow) -> None:
-        """Name the room to the sender and let its cached pages go out before anything is computed."""
-        room = self._rooms[row.request.key]
-        assert room.grant is not None
-        self._sender.open(row.request.key, room.grant.peer, room.grant.pages, room.link.lease_valid)
-        room.opened = True
-        cached = row.start // self._page_size
-        if cached:
-            self._sender.send(row.request.key, 0, row.pages[:cached])
+    def _open(self, rows: list[BatchRow]) -> None:
+        """Name new rooms to the sender and let their cached pages go out before anything is computed."""
+        by_link: defaultdict[Link, list[AdmitReport]] = defaultdict(list)
+        for row in rows:
+            request = row.request
+            room = self._rooms[request.key]
+            assert room.grant is not None
+            self._sender.open(request.key, room.grant.peer, room.grant.pages, room.link.lease_valid)
+            room.opened = True
+            if cached := row.start // self._page_size:
+                self._sender.send(request.key, 0, row.pages[:cached])
+            by_link[room.link].append(AdmitReport(request.key, request.cached_tokens))
+        for link, reports in by_link.items():
+            link.publish(StepOutput(admitted=tuple(reports)))
 
     def _send(self, span: SendSpan, drawn: Sample | None, forward_end_ns: int) -> None:
         request, note = span.request, None
@@ -287,7 +301,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             token = TokenOutput(key, task.first_index, drawn.token_id, drawn.logprob, finish, matched)
             wait = request.times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
             prefill = request.times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
-            report = PrefillReport(key, request.cached_tokens, request.chunks, wait, prefill)
+            report = PrefillReport(key, request.chunks, wait, prefill)
             by_link[room.link].append((token, report))
             request.times.stamp(LifetimeEvent.TOKEN_0)
             self._outputs += 1

@@ -10,6 +10,7 @@ A second signal skips the waiting. The engine thread's death or a refusal by the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -28,6 +29,7 @@ __all__ = ["run_node"]
 log = logging.getLogger("kvrelay.node")
 
 WATCH_S = 0.1
+GOODBYE_S = 2.0  # for the last report to be read
 
 
 async def run_node(
@@ -58,12 +60,12 @@ class _NodeProcess:
         self._config = config
         self._server = server
         self._session = Session(config.bootstrap, registration, engine, self._drain_by)
-        self._leave_by: float | None = None  # draining since then; monotonic seconds
-        self._now = False  # leave without waiting
+        self._leave_by: float | None = None  # draining, until then at most; monotonic seconds
+        self._signals = 0
 
     def signalled(self) -> None:
-        self._now = self._leave_by is not None
-        self._drain_by(self._config.drain_timeout)
+        self._signals += 1
+        self._drain_by(self._config.drain_timeout if self._signals == 1 else 0.0)
 
     def _drain_by(self, deadline_s: float) -> None:
         deadline = time.monotonic() + min(deadline_s, self._config.drain_timeout)
@@ -93,7 +95,7 @@ class _NodeProcess:
             await end(session)
 
     def _useful(self) -> bool:
-        return self._engine.turning(self._config.stall_timeout) and bool(self._session.connections)
+        return self._engine.turning and bool(self._session.connections)
 
     @staticmethod
     def _session_ended(session: asyncio.Task[None]) -> int:
@@ -106,29 +108,31 @@ class _NodeProcess:
         return 1
 
     async def _drain(self, observe: Callable[[NodeStats], None]) -> None:
+        """Finish what the node has, until the deadline, which another drain or signal may bring forward."""
+        assert self._leave_by is not None
         self._engine.begin_drain()
-        log.info("draining", extra={"seconds": round((self._leave_by or 0) - time.monotonic(), 1)})
-        try:
-            async with asyncio.timeout_at(self._loop_time(self._leave_by)):
-                await self._session.flush()  # from here on no bootstrap sends anything new
-                while not self._now and self._engine.failure is None and not await self._settled():
-                    observe(self._engine.stats())
-                for connection in tuple(self._session.connections):
-                    connection.report(Drained())
-                await asyncio.sleep(0)
-                await self._session.flush()
-        except TimeoutError:
-            log.warning("drain deadline passed", extra={"stats": self._engine.stats()})
-        log.info("drained")
-
-    async def _settled(self) -> bool:
-        """Idle, and still idle after the engine has taken in everything that had already arrived."""
-        turns = self._engine.turns
-        while self._engine.turns < turns + 2 and self._engine.alive and not self._now:
+        log.info("draining", extra={"seconds": round(self._leave_by - time.monotonic(), 1)})
+        finishing = asyncio.create_task(self._finish())
+        while not finishing.done() and self._engine.failure is None and time.monotonic() < self._leave_by:
+            observe(self._engine.stats())
             await asyncio.sleep(WATCH_S)
-        return self._engine.stats().idle
+        if finishing.done():
+            log.info("drained")
+        else:
+            log.warning("leaving with work left", extra={"stats": self._engine.stats()})
+            await end(finishing)
+        for connection in tuple(self._session.connections):
+            connection.report(Drained())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._session.flush()
 
-    @staticmethod
-    def _loop_time(monotonic: float | None) -> float:
-        assert monotonic is not None
-        return asyncio.get_running_loop().time() + monotonic - time.monotonic()
+    async def _finish(self) -> None:
+        """Return when the node is at rest and nothing new can come."""
+        await self._session.flush()  # from here on no bootstrap sends anything new
+        while True:
+            turns = self._engine.turns  # at rest, and still so once the engine has taken in what had arrived by now
+            while self._engine.turns < turns + 2:
+                await asyncio.sleep(WATCH_S)
+            if self._engine.stats().idle:
+                return

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -162,10 +162,9 @@ class Session:
         self._engine.post(connection, LinkUp())
         log.info("attached", extra={"address": address})
         tasks = [
-            asyncio.create_task(_pump(connection.reports, attach)),
-            asyncio.create_task(_pump(connection.outputs, publish)),
-            asyncio.create_task(self._beat(connection)),
             asyncio.create_task(self._receive(connection, attach)),
+            asyncio.create_task(self._publish(connection, publish)),
+            asyncio.create_task(self._beat(connection)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -188,32 +187,59 @@ class Session:
             connection.report(Heartbeat(self._engine.stats()))
             await asyncio.sleep(connection.heartbeat_s)
 
-    async def _receive(self, connection: Connection, attach: Any) -> None:
-        while (message := await attach.read()) is not EOF:
-            if message.HasField("heartbeat_ack"):
-                await connection.acknowledged()
-                continue
+    async def _publish(self, connection: Connection, publish: Any) -> None:
+        """Send output until that stream ends, which is noticed also while there is none."""
+        async with _writing(connection.outputs, publish):
             try:
-                command = command_from_wire(message)
-            except KVRelayError as error:
-                log.error("unreadable command", extra={"address": connection.address, "error": str(error)})
-                continue
-            match command:
-                case None:
-                    log.warning("unknown command", extra={"kind": message.WhichOneof("command")})
-                case Drain(deadline_s):
-                    self._on_drain(deadline_s)
-                case _:
-                    self._engine.post(connection, command)
+                await publish
+            except grpc.RpcError as error:  # whatever the status: output refused is not the node refused
+                raise Unavailable(f"{connection.address} takes no output: {from_rpc_error(error)}") from error
+
+    async def _receive(self, connection: Connection, attach: Any) -> None:
+        async with _writing(connection.reports, attach):
+            while (message := await attach.read()) is not EOF:
+                if message.HasField("heartbeat_ack"):
+                    await connection.acknowledged()
+                else:
+                    self._take(connection, message)
+
+    def _take(self, connection: Connection, message: pb.NodeCommand) -> None:
+        try:
+            command = command_from_wire(message)
+        except KVRelayError as error:
+            log.error("unreadable command", extra={"address": connection.address, "error": str(error)})
+            return
+        match command:
+            case None:
+                log.warning("unknown command", extra={"kind": message.WhichOneof("command")})
+            case Drain(deadline_s):
+                self._on_drain(deadline_s)
+            case _:
+                self._engine.post(connection, command)
 
 
-async def _pump(queue: asyncio.Queue[Any], call: Any) -> None:
-    while True:
-        await call.write(await queue.get())
+@contextlib.asynccontextmanager
+async def _writing(queue: asyncio.Queue[Any], call: Any) -> AsyncIterator[None]:
+    """Meanwhile, write to the call what comes into the queue."""
+    writer = asyncio.create_task(_write(queue, call))
+    try:
+        yield
+    finally:
+        await end(writer)
+
+
+async def _write(queue: asyncio.Queue[Any], call: Any) -> None:
+    try:
+        while True:
+            await call.write(await queue.get())
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        return  # the call has ended: whoever reads it learns why
+    except Exception:
+        log.exception("not written")
+        call.cancel()
 
 
 async def end(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for it."""
+    """Cancel a task and wait for it, however it ends or has ended."""
     task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await asyncio.gather(task, return_exceptions=True)

@@ -289,9 +289,11 @@ def report_to_wire(report: m.Report) -> pb.NodeReport:
             return pb.NodeReport(heartbeat=stats_to_wire(stats))
         case m.Grant(key, pages, head_room):
             return pb.NodeReport(grant=pb.Grant(room=room_to_wire(key), pages=pages, head_room=head_room))
-        case m.RoomFailed(key, phase, reason, retriable):
-            failed = pb.RoomFailed(room=room_to_wire(key), phase=phase, reason=reason, retriable=retriable)
+        case m.RoomFailed(key, phase, reason, retriable, code):
+            failed = pb.RoomFailed(room=room_to_wire(key), phase=phase, reason=reason, retriable=retriable, code=code)
             return pb.NodeReport(room_failed=failed)
+        case m.RoomFenced(key, writer):
+            return pb.NodeReport(room_fenced=pb.RoomFenced(room=room_to_wire(key), writer=identity_to_wire(writer)))
         case m.RoomQuiesced(key):
             return pb.NodeReport(room_quiesced=room_to_wire(key))
         case m.CacheDelta(added, removed, reset):
@@ -312,7 +314,11 @@ def report_from_wire(message: pb.NodeReport) -> m.Report | None:
             return m.Grant(room_from_wire(message.grant.room), tuple(message.grant.pages), message.grant.head_room)
         case "room_failed":
             failed = message.room_failed
-            return m.RoomFailed(room_from_wire(failed.room), failed.phase, failed.reason, failed.retriable)
+            key, code = room_from_wire(failed.room), failed.code or "INTERNAL"
+            return m.RoomFailed(key, failed.phase, failed.reason, failed.retriable, code)
+        case "room_fenced":
+            fenced = message.room_fenced
+            return m.RoomFenced(room_from_wire(fenced.room), identity_from_wire(fenced.writer))
         case "room_quiesced":
             return m.RoomQuiesced(room_from_wire(message.room_quiesced))
         case "cache_delta":
@@ -358,7 +364,6 @@ def step_output_to_wire(step: m.StepOutput) -> pb.StepOutput:
         prefilled=[
             pb.PrefillReport(
                 room=room_to_wire(r.key),
-                cached_tokens=r.cached_tokens,
                 chunks=r.chunks,
                 prefill_wait=r.prefill_wait,
                 prefill=r.prefill,
@@ -366,7 +371,8 @@ def step_output_to_wire(step: m.StepOutput) -> pb.StepOutput:
             for r in step.prefilled
         ],
         relayed=[pb.RelayReport(room=room_to_wire(r.key), bytes=r.bytes, seconds=r.seconds) for r in step.relayed],
-        decoded=[pb.DecodeReport(room=room_to_wire(r.key), handoff=r.handoff, decode=r.decode) for r in step.decoded],
+        decoded=[pb.DecodeReport(room=room_to_wire(r.key), handoff=r.handoff) for r in step.decoded],
+        admitted=[pb.AdmitReport(room=room_to_wire(r.key), cached_tokens=r.cached_tokens) for r in step.admitted],
     )
 
 
@@ -374,9 +380,9 @@ def step_output_from_wire(message: pb.StepOutput) -> m.StepOutput:
     return m.StepOutput(
         tokens=tuple(_token_from_wire(token) for token in message.tokens),
         prefilled=tuple(
-            m.PrefillReport(room_from_wire(r.room), r.cached_tokens, r.chunks, r.prefill_wait, r.prefill)
-            for r in message.prefilled
+            m.PrefillReport(room_from_wire(r.room), r.chunks, r.prefill_wait, r.prefill) for r in message.prefilled
         ),
         relayed=tuple(m.RelayReport(room_from_wire(r.room), r.bytes, r.seconds) for r in message.relayed),
-        decoded=tuple(m.DecodeReport(room_from_wire(r.room), r.handoff, r.decode) for r in message.decoded),
+        decoded=tuple(m.DecodeReport(room_from_wire(r.room), r.handoff) for r in message.decoded),
+        admitted=tuple(m.AdmitReport(room_from_wire(r.room), r.cached_tokens) for r in message.admitted),
     )

@@ -46,6 +46,10 @@ class FenceTable:
         assert room not in self._fences, f"room {room} is fenced already"
         self._fences[room] = _Fence(tuple(pages), writer)
 
+    def waiting(self) -> list[tuple[RoomKey, NodeIdentity]]:
+        """Every fenced room and the writer it waits for."""
+        return [(room, fence.writer) for room, fence in self._fences.items()]
+
     def quiesced(self, room: RoomKey) -> list[int]:
         """The writer of this room and epoch is quiet. Returns the freed pages; none for a room not fenced."""
         fence = self._fences.pop(room, None)

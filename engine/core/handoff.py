@@ -1,4 +1,4 @@
-"""The states of one attempt at a hand-off, and the one table of transitions that all services share.
+"""The states of one attempt at a hand-off, and the one table of transitions; all services name phases by it.
 
     QUEUED -> RESERVED -> PREFILLING -> TRANSFERRING -> DECODING -> FINISHED
        \\_________\\___________\\_____________\\____________\\-> FAILED | CANCELLED

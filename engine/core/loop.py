@@ -7,6 +7,9 @@
 
 Everybody else only posts and reads the frozen snapshot. A handler that raises costs the room it was about, never
 the loop; a step that raises `FATAL_FAILURES` times in a row ends the process, since nothing it does works any more.
+
+Several bootstraps may speak of one peer: it has joined with the first that says so and left with the last. The loss
+of a link is not the loss of the peers behind it.
 """
 
 from __future__ import annotations
@@ -28,16 +31,22 @@ from engine.core.messages import (
     LinkLost,
     LinkUp,
     NodeStats,
+    PeerJoined,
+    PeerLeft,
     Report,
     StepOutput,
 )
 from engine.core.metrics import Metrics, NodeMetric
+from engine.core.types import NodeIdentity
 
 __all__ = ["EngineLoop", "Link"]
 
 log = logging.getLogger("kvrelay.engine")
 
 IDLE_WAIT_S = 0.2
+STOP_S = 10.0  # the process must be able to leave also when a pass never ends
+CHECK_AFTER_S = 5.0  # of rest, then the books are checked once
+STOP_TIMEOUT_S = 10.0
 FATAL_FAILURES = 3
 Event = TypeVar("Event")
 
@@ -57,9 +66,11 @@ class Link(Protocol):
 class EngineLoop(abc.ABC, Generic[Event]):
     """Base of the prefill and the decode engine. `Event` is what its own helper threads post."""
 
-    def __init__(self, name: str, metrics: Metrics, clock: Clock = monotonic):
+    def __init__(self, name: str, metrics: Metrics, stall_timeout_s: float, clock: Clock = monotonic):
         self.clock = clock
         self.metrics = metrics
+        self._stall_timeout_s = stall_timeout_s
+        self._peers: dict[NodeIdentity, set[Link]] = {}  # who says that they are there
         self.links: set[Link] = set()
         self._inbox: queue.SimpleQueue[tuple[Link | None, Command | LinkEvent | Event | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -80,23 +91,26 @@ class EngineLoop(abc.ABC, Generic[Event]):
         self._inbox.put((link, item))
 
     def stop(self) -> None:
-        """End the thread after the turn in progress. May be called twice."""
+        """End the thread after the turn in progress, but wait no longer than STOP_TIMEOUT_S. May be called twice."""
         self._stopping = True
         self._inbox.put((None, None))
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(STOP_TIMEOUT_S)
+        if self.alive:
+            log.critical("engine thread is stuck")
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def turning(self, within_s: float) -> bool:
-        """Whether the canary has passed and the last pass ended less than `within_s` seconds ago."""
-        return self.ready and self.alive and self.clock() - self.last_turn < within_s
+    @property
+    def turning(self) -> bool:
+        """Whether the canary has passed and the last pass ended less than the stall timeout ago."""
+        return self.ready and self.alive and self.clock() - self.last_turn < self._stall_timeout_s
 
     def stats(self) -> NodeStats:
         """The counts as of the last turn."""
-        return replace(self._stats, serving=self.ready, draining=self.draining)
+        return replace(self._stats, serving=self.turning, draining=self.draining)
 
     def begin_drain(self) -> None:
         """Say so in the stats from now on; the front door sends nothing new once it has seen it."""
@@ -112,6 +126,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
     @abc.abstractmethod
     def handle(self, link: Link | None, item: Command | Event) -> None:
         """Take in one command or one event of a helper thread."""
+
+    @abc.abstractmethod
+    def handling_failed(self, item: Command | Event, incident: str) -> None:
+        """`handle` raised: end the room that the item is about, if it is about one."""
 
     @abc.abstractmethod
     def link_lost(self, link: Link) -> None:
@@ -138,10 +156,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
     def integrity_problems(self) -> tuple[str, ...]:
         try:
             self.check_integrity()
-        except AssertionError as error:
+        except Exception as error:  # books so wrong that the check itself fails are wrong all the same
             log.exception("integrity check failed")
             self.metrics.count(NodeMetric.INTEGRITY)
-            return (str(error) or "integrity check failed",)
+            return (f"{type(error).__name__}: {error}",)
         return ()
 
     def _run(self) -> None:
@@ -149,13 +167,14 @@ class EngineLoop(abc.ABC, Generic[Event]):
             self.warm_up()
             self.ready = True
             self._stats = self.collect_stats()
-            busy, failures, checked = False, 0, True
+            busy, failures = False, 0
+            check_at: float | None = None
             while not self._stopping:
                 if self._take_in(wait=not busy) or busy:
-                    checked = False
-                elif not checked:  # once each time the node comes to rest; a mistake is logged and counted
-                    self.integrity_problems()
-                    checked = True
+                    check_at = self.clock() + CHECK_AFTER_S
+                elif check_at is not None and self.clock() >= check_at:
+                    self.integrity_problems()  # logs and counts
+                    check_at = None
                 try:
                     busy = self.step()
                     failures = 0
@@ -188,7 +207,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
             try:
                 self._dispatch(link, item)
             except Exception:
-                log.exception("handling failed", extra={"item": type(item).__name__})
+                incident = secrets.token_hex(6)
+                log.exception("handling failed", extra={"incident": incident, "item": type(item).__name__})
+                if not isinstance(item, LinkUp | LinkLost):
+                    self.handling_failed(item, incident)
 
     def _dispatch(self, link: Link | None, item: Command | LinkEvent | Event) -> None:
         match item:
@@ -199,7 +221,18 @@ class EngineLoop(abc.ABC, Generic[Event]):
             case LinkLost():
                 assert link is not None
                 self.links.discard(link)
+                for sources in self._peers.values():
+                    sources.discard(link)
                 self.link_lost(link)
+            case PeerJoined(peer):
+                assert link is not None
+                self._peers.setdefault(peer.identity, set()).add(link)
+                self.handle(link, item)
+            case PeerLeft(identity):
+                sources = self._peers.get(identity, set())
+                sources.discard(link)
+                if not sources and self._peers.pop(identity, None) is not None:
+                    self.handle(link, item)
             case Inspect(inspection_id):
                 assert link is not None
                 problems = self.integrity_problems()
@@ -207,3 +240,15 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 link.report(Inspection(inspection_id, self.stats(), problems))
             case _:
                 self.handle(link, item)
+
+
+def _begins(item: object) -> tuple[RoomKey, HandoffState] | None:
+    """The room that waits for an answer to this command, and its state; None for all that nobody waits for."""
+    match item:
+        case Submit(task):
+            return task.key, HandoffState.QUEUED
+        case Reserve(reservation):
+            return reservation.key, HandoffState.QUEUED
+        case Granted(key):
+            return key, HandoffState.RESERVED
+    return None

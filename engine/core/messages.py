@@ -121,6 +121,7 @@ class NodeStats:
     computed_tokens_total: int = 0
     output_tokens_total: int = 0
     relayed_bytes_total: int = 0
+    retractable: int = 0
 
     @property
     def idle(self) -> bool:
@@ -162,11 +163,20 @@ class RoomFailed:
     phase: str
     reason: str
     retriable: bool = True
+    code: str = "INTERNAL"  # name of the gRPC status the request ends with when it is not tried again
 
 
 @dataclass(frozen=True, slots=True)
 class RoomQuiesced:
     key: RoomKey
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFenced:
+    """Pages of an ended room wait for its writer's acknowledgement. Said again whenever that writer (re)joins."""
+
+    key: RoomKey
+    writer: NodeIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +198,17 @@ class Drained:
     """Nothing is left on this node."""
 
 
-Report = Heartbeat | Grant | RoomFailed | RoomQuiesced | CacheDelta | Inspection | Drained
+Report = Heartbeat | Grant | RoomFailed | RoomQuiesced | RoomFenced | CacheDelta | Inspection | Drained
 
 # ---- output, one StepOutput an engine step ----
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitReport:
+    """The room is in a prefill forward for the first time."""
+
+    key: RoomKey
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +216,6 @@ class PrefillReport:
     """With token 0. Times in seconds."""
 
     key: RoomKey
-    cached_tokens: int
     chunks: int
     prefill_wait: float
     prefill: float
@@ -215,11 +232,10 @@ class RelayReport:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """With the last token. Times in seconds."""
+    """With the first token of the decode node. Times in seconds."""
 
     key: RoomKey
     handoff: float
-    decode: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +244,4 @@ class StepOutput:
     prefilled: tuple[PrefillReport, ...] = ()
     relayed: tuple[RelayReport, ...] = ()
     decoded: tuple[DecodeReport, ...] = ()
+    admitted: tuple[AdmitReport, ...] = ()

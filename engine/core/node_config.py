@@ -53,7 +53,7 @@ class NodeConfig:
     inflight_bytes: Bytes = option(Bytes("64MiB"), "posted and not yet terminal writes to one peer, at most", low=1)
     write_timeout: float = option(30.0, "a write that takes longer fails its request", unit="s", low=0.1)
     drain_timeout: float = option(120.0, "a draining node leaves after this long, done or not", unit="s", low=0)
-    stall_timeout: float = option(120.0, "not serving when one engine pass takes longer", unit="s", low=1)
+    stall_timeout: float = option(60.0, "not serving while one engine pass takes longer than this", unit="s", low=1)
     logs: LogConfig = field(default_factory=LogConfig)
 
     def problems(self) -> Iterable[str]:

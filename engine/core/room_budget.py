@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine.core.errors import InvalidField
 from engine.core.types import ceil_div
 
-__all__ = ["CLIP_NEW_TOKENS", "decode_room", "longest_prompt", "never_fits"]
+__all__ = ["CLIP_NEW_TOKENS", "decode_room", "longest_prompt", "never_fits", "required_room"]
 
 CLIP_NEW_TOKENS = 4096  # admission counts no more than this of a request's future tokens
 
@@ -24,8 +24,31 @@ def longest_prompt(num_pages: int, page_size: int) -> int:
     return num_pages * page_size - page_size - 2
 
 
+def required_room(
+    prompt_tokens: int,
+    max_new_tokens: int,
+    reserved: int,
+    page_size: int,
+    *,
+    retractable: int = 0,
+    resumed_below: int | None = None,
+) -> int:
+    """Tokens that must be free on a decode node for it to admit a request.
+
+    prompt_tokens: tokens whose KV arrives. max_new_tokens: tokens still to generate. reserved: decode tokens set aside
+    for each request. retractable: tokens that retracting every running request would give back. resumed_below: for a
+    request that has generated tokens before, the node's capacity: what fitted when it arrived must not be refused
+    because part of its answer has become prompt, so its reserve ends with its answer and its end is cut there.
+    """
+    end = prompt_tokens + min(max_new_tokens, CLIP_NEW_TOKENS)
+    if resumed_below is None:
+        return max(decode_room(prompt_tokens, 0, page_size) + reserved, end - retractable)
+    held = decode_room(prompt_tokens + min(reserved, max_new_tokens), 0, page_size)
+    return max(held, min(end, resumed_below) - retractable)
+
+
 def never_fits(
-    prompt_tokens: int, max_new_tokens: int, capacity: int, reserved: int, page_size: int
+    prompt_tokens: int, max_new_tokens: int, capacity: int, reserved: int, page_size: int, *, resumed: bool = False
 ) -> InvalidField | None:
     """Why a decode node would never admit a request, or None when an idle one would.
 
@@ -34,10 +57,11 @@ def never_fits(
     running, in transfer, waiting or retracted.
     """
     capacity = capacity // page_size * page_size
-    most = (capacity - reserved) // page_size * page_size
+    below = capacity if resumed else None
+    if required_room(prompt_tokens, max_new_tokens, reserved, page_size, resumed_below=below) <= capacity:
+        return None
+    most = (capacity - (min(reserved, max_new_tokens) if resumed else reserved)) // page_size * page_size
     if prompt_tokens > most:
         return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a decode node")
-    if prompt_tokens + min(max_new_tokens, CLIP_NEW_TOKENS) > capacity:
-        limit = f"at most {capacity - prompt_tokens} after {prompt_tokens} prompt tokens, the room on a decode node"
-        return InvalidField("stopping.max_new_tokens", max_new_tokens, limit)
-    return None
+    limit = f"at most {capacity - prompt_tokens} after {prompt_tokens} prompt tokens, the room on a decode node"
+    return InvalidField("stopping.max_new_tokens", max_new_tokens, limit)

@@ -21,7 +21,10 @@ class Runner(Protocol):
     """A model together with the pool it keeps K and V in."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the batch, writing K and V of its tokens to their slots. Returns logits ``[L, vocab]`` float32."""
+        """Compute the batch, writing K and V of its tokens to their slots. Returns logits ``[L, vocab]`` float32.
+
+        When it returns the pages are written: the caller may hand them to a transfer that knows no device streams.
+        """
         ...
 
 
@@ -45,6 +48,8 @@ class TransformersRunner:
             forward_batch=batch,
         ).last_hidden_state
         logits: Tensor = self._head(hidden[0].index_select(0, batch.logit_rows))
+        if logits.is_cuda:
+            torch.cuda.current_stream(logits.device).synchronize()
         return logits.float()
 
 

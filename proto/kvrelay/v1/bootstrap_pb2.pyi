@@ -38,7 +38,7 @@ class PoolMemory(_message.Message):
     def __init__(self, base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("register", "heartbeat", "grant", "room_failed", "room_quiesced", "cache_delta", "inspection", "drained")
+    __slots__ = ("register", "heartbeat", "grant", "room_failed", "room_quiesced", "cache_delta", "inspection", "drained", "room_fenced")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class NodeReport(_message.Message):
     CACHE_DELTA_FIELD_NUMBER: _ClassVar[int]
     INSPECTION_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FENCED_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: _types_pb2.NodeStats
     grant: Grant
@@ -55,7 +56,8 @@ class NodeReport(_message.Message):
     cache_delta: CacheDelta
     inspection: Inspection
     drained: bool
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ...) -> None: ...
+    room_fenced: RoomFenced
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ..., room_fenced: _Optional[_Union[RoomFenced, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("identity", "role", "protocol_version", "model", "layout", "memory", "agent_metadata", "max_context", "reserved_decode_tokens", "max_running")
@@ -92,16 +94,26 @@ class Grant(_message.Message):
     def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., head_room: _Optional[int] = ...) -> None: ...
 
 class RoomFailed(_message.Message):
-    __slots__ = ("room", "phase", "reason", "retriable")
+    __slots__ = ("room", "phase", "reason", "retriable", "code")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRIABLE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     room: Room
     phase: str
     reason: str
     retriable: bool
-    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., phase: _Optional[str] = ..., reason: _Optional[str] = ..., retriable: _Optional[bool] = ...) -> None: ...
+    code: str
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., phase: _Optional[str] = ..., reason: _Optional[str] = ..., retriable: _Optional[bool] = ..., code: _Optional[str] = ...) -> None: ...
+
+class RoomFenced(_message.Message):
+    __slots__ = ("room", "writer")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    room: Room
+    writer: Identity
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., writer: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class CacheDelta(_message.Message):
     __slots__ = ("reset", "added", "removed")
@@ -274,16 +286,18 @@ class NodeStopping(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("tokens", "prefilled", "relayed", "decoded")
+    __slots__ = ("tokens", "prefilled", "relayed", "decoded", "admitted")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     prefilled: _containers.RepeatedCompositeFieldContainer[PrefillReport]
     relayed: _containers.RepeatedCompositeFieldContainer[RelayReport]
     decoded: _containers.RepeatedCompositeFieldContainer[DecodeReport]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[PrefillReport, _Mapping]]] = ..., relayed: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., decoded: _Optional[_Iterable[_Union[DecodeReport, _Mapping]]] = ...) -> None: ...
+    admitted: _containers.RepeatedCompositeFieldContainer[AdmitReport]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[PrefillReport, _Mapping]]] = ..., relayed: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., decoded: _Optional[_Iterable[_Union[DecodeReport, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[AdmitReport, _Mapping]]] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("room", "index", "token_id", "logprob", "finish", "matched_token")
@@ -301,19 +315,25 @@ class Token(_message.Message):
     matched_token: int
     def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., finish: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., matched_token: _Optional[int] = ...) -> None: ...
 
-class PrefillReport(_message.Message):
-    __slots__ = ("room", "cached_tokens", "chunks", "prefill_wait", "prefill")
+class AdmitReport(_message.Message):
+    __slots__ = ("room", "cached_tokens")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    room: Room
+    cached_tokens: int
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillReport(_message.Message):
+    __slots__ = ("room", "chunks", "prefill_wait", "prefill")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WAIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     room: Room
-    cached_tokens: int
     chunks: int
     prefill_wait: float
     prefill: float
-    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., chunks: _Optional[int] = ..., prefill_wait: _Optional[float] = ..., prefill: _Optional[float] = ...) -> None: ...
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., chunks: _Optional[int] = ..., prefill_wait: _Optional[float] = ..., prefill: _Optional[float] = ...) -> None: ...
 
 class RelayReport(_message.Message):
     __slots__ = ("room", "bytes", "seconds")
@@ -326,14 +346,12 @@ class RelayReport(_message.Message):
     def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
-    __slots__ = ("room", "handoff", "decode")
+    __slots__ = ("room", "handoff")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
     room: Room
     handoff: float
-    decode: float
-    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., handoff: _Optional[float] = ..., decode: _Optional[float] = ...) -> None: ...
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., handoff: _Optional[float] = ...) -> None: ...
 
 class PublishEnd(_message.Message):
     __slots__ = ()
