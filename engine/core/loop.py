@@ -44,9 +44,8 @@ __all__ = ["EngineLoop", "Link"]
 log = logging.getLogger("kvrelay.engine")
 
 IDLE_WAIT_S = 0.2
-STOP_S = 10.0  # the process must be able to leave also when a pass never ends
 CHECK_AFTER_S = 5.0  # of rest, then the books are checked once
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0  # the process must be able to leave also when a pass never ends
 FATAL_FAILURES = 3
 Event = TypeVar("Event")
 
@@ -240,15 +239,3 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 link.report(Inspection(inspection_id, self.stats(), problems))
             case _:
                 self.handle(link, item)
-
-
-def _begins(item: object) -> tuple[RoomKey, HandoffState] | None:
-    """The room that waits for an answer to this command, and its state; None for all that nobody waits for."""
-    match item:
-        case Submit(task):
-            return task.key, HandoffState.QUEUED
-        case Reserve(reservation):
-            return reservation.key, HandoffState.QUEUED
-        case Granted(key):
-            return key, HandoffState.RESERVED
-    return None

@@ -55,8 +55,8 @@ class RecordingLink:
 class TinyEngine(EngineLoop[str]):
     """Keeps what it is handed, in order, and does in each pass what the test put into `on_step`. Events are text."""
 
-    def __init__(self, clock: Clock = monotonic):
-        super().__init__("tiny-engine", Metrics(NodeMetric), clock)
+    def __init__(self, clock: Clock = monotonic, stall_timeout_s: float = 60.0):
+        super().__init__("tiny-engine", Metrics(NodeMetric), stall_timeout_s, clock)
         self.taken: list[Command | LinkUp | LinkLost | str] = []
         self.came_over: list[Link | None] = []
         self.on_warm_up: Callable[[], None] = lambda: None
@@ -64,6 +64,7 @@ class TinyEngine(EngineLoop[str]):
         self.on_step: Callable[[], bool] = lambda: False
         self.on_check: Callable[[], None] = lambda: None
         self.incidents: list[str] = []
+        self.unhandled: list[tuple[Command | str, str]] = []  # and the incident
         self.checks = 0
         self.holds = NodeStats(pages_total=8, pages_free=8)
 
@@ -76,6 +77,9 @@ class TinyEngine(EngineLoop[str]):
     def handle(self, link: Link | None, item: Command | str) -> None:
         self._take(link, item)
         self.on_handle(item)
+
+    def handling_failed(self, item: Command | str, incident: str) -> None:
+        self.unhandled.append((item, incident))
 
     def link_up(self, link: Link) -> None:
         self._take(link, LinkUp())

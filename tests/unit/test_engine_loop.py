@@ -14,20 +14,16 @@ from engine.core.loop import FATAL_FAILURES
 from engine.core.messages import (
     Abort,
     Command,
-    Granted,
     Inspect,
     Inspection,
     LinkLost,
     LinkUp,
     NodeStats,
-    Reserve,
-    RoomFailed,
-    Submit,
-    WriterQuiesced,
+    PeerJoined,
+    PeerLeft,
 )
 from engine.core.metrics import Metrics
-from engine.core.sampling import SamplingParams, StoppingParams
-from engine.core.types import NodeIdentity, PrefillTask, Reservation, RoomKey
+from engine.core.types import NodeIdentity, PeerInfo, PoolMemory, Role, RoomKey
 from tests.helpers.tiny_engine import RecordingLink, TinyEngine
 from tests.helpers.transfer_node import eventually
 
@@ -37,6 +33,7 @@ LINK = RecordingLink()
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "IDLE_WAIT_S", 0.01)
+    monkeypatch.setattr(loop, "CHECK_AFTER_S", 0.05)
 
 
 @pytest.fixture
@@ -109,37 +106,41 @@ def test_a_handler_that_raises_costs_its_item_only(engine: TinyEngine, caplog: p
     assert engine.failure is None
     assert engine.incidents == []
     assert [record.message for record in caplog.records] == ["handling failed"] * 5
+    logged = [vars(record)["incident"] for record in caplog.records]
+    assert engine.unhandled == [("bad", incident) for incident in logged], "so that it can end the room"
+    assert len(set(logged)) == 5
 
 
-KEY, PEER = RoomKey(1, 0), NodeIdentity("d", "1")
-ONE = (SamplingParams(), StoppingParams(1))
+# ---- peers, of whom several bootstraps may speak ----
+
+OTHER = RecordingLink()
+PEER = PeerInfo(NodeIdentity("d", "1"), Role.DECODE, PoolMemory(4096, 64, 8), b"agent")
+JOINED, LEFT = PeerJoined(PEER), PeerLeft(PEER.identity)
 
 
 @pytest.mark.parametrize(
-    ("command", "phase"),
+    ("said", "handled"),
     [
-        (Submit(PrefillTask("r", KEY, (1,), 0, (), *ONE)), "queued"),
-        (Reserve(Reservation("r", KEY, 1, 0, *ONE, PEER)), "queued"),
-        (Granted(KEY, PEER, (0,)), "reserved"),
-        (Abort(KEY, "x"), None),
-        (WriterQuiesced(KEY), None),
+        ([(LINK, JOINED), (LINK, LEFT)], [JOINED, LEFT]),
+        ([(LINK, JOINED), (OTHER, JOINED), (LINK, LEFT)], [JOINED, JOINED]),
+        ([(LINK, JOINED), (OTHER, JOINED), (LINK, LEFT), (OTHER, LEFT)], [JOINED, JOINED, LEFT]),
+        ([(LINK, JOINED), (LINK, JOINED), (LINK, LEFT)], [JOINED, JOINED, LEFT]),
+        ([(LINK, JOINED), (LINK, LEFT), (LINK, LEFT)], [JOINED, LEFT]),
+        ([(LINK, LEFT)], []),
+        ([(LINK, JOINED), (OTHER, LEFT)], [JOINED]),
+        ([(LINK, JOINED), (LINK, LinkLost())], [JOINED, LinkLost()]),
+        ([(LINK, JOINED), (OTHER, JOINED), (LINK, LinkLost()), (OTHER, LEFT)], [JOINED, JOINED, LinkLost(), LEFT]),
+        ([(LINK, JOINED), (LINK, LinkLost()), (OTHER, JOINED), (OTHER, LEFT)], [JOINED, LinkLost(), JOINED, LEFT]),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Command) else value,
 )
-def test_who_waits_for_a_room_learns_that_it_could_not_be_handled(
-    engine: TinyEngine, command: Command, phase: str | None, caplog: pytest.LogCaptureFixture
+def test_a_peer_has_left_when_nobody_says_any_more_that_it_is_there(
+    engine: TinyEngine, said: list[tuple[RecordingLink, Command]], handled: list[Command]
 ) -> None:
-    def handle(item: Command | str) -> None:
-        raise ValueError("a secret")
-
-    engine.on_handle = handle
+    for link, item in said:
+        engine.post(link, item)
     started(engine)
-    link = RecordingLink()
-    engine.post(link, command)
     turn(engine)
-    incident = vars(caplog.records[0])["incident"]
-    failed = RoomFailed(KEY, phase or "", f"internal error, incident {incident}", retriable=False)
-    assert link.reports == ([failed] if phase else [])
+    assert engine.taken[:-1] == handled
 
 
 # ---- passes ----
@@ -178,7 +179,7 @@ def test_three_failures_in_a_row_end_it(engine: TinyEngine) -> None:
     assert fails.calls == FATAL_FAILURES == 3
     assert len(engine.incidents) == len(set(engine.incidents)) == 2, "the third has nobody left to tell"
     assert isinstance(engine.failure, ValueError)
-    assert not engine.turning(1e9)
+    assert not engine.turning
     engine.stop()
 
 
@@ -199,7 +200,7 @@ def test_a_canary_that_fails_never_serves(engine: TinyEngine) -> None:
     eventually(lambda: engine.failure is not None)
     assert not engine.ready
     assert not engine.stats().serving
-    assert not engine.turning(1e9)
+    assert not engine.turning
 
 
 # ---- what others see ----
@@ -210,10 +211,10 @@ def test_it_serves_once_the_canary_has_passed(engine: TinyEngine) -> None:
     engine.on_warm_up = lambda: None if go_on.wait(10) else None
     engine.start()
     assert not engine.stats().serving
-    assert not engine.turning(1e9)
+    assert not engine.turning
     go_on.set()
     eventually(lambda: engine.stats().serving)
-    assert engine.turning(1e9)
+    assert engine.turning
 
 
 def test_counts_are_those_of_the_last_pass(engine: TinyEngine) -> None:
@@ -227,11 +228,11 @@ def test_counts_are_those_of_the_last_pass(engine: TinyEngine) -> None:
     assert engine.stats().draining
 
 
-def test_a_pass_that_takes_too_long_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_takes_too_long_is_seen_from_outside() -> None:
     clock, go_on = ManualClock(100), threading.Event()
-    engine = TinyEngine(clock)
+    engine = TinyEngine(clock, stall_timeout_s=5)
     started(engine)
-    assert engine.turning(5)
+    assert engine.turning
     entered = threading.Event()
 
     def hang() -> bool:
@@ -242,13 +243,16 @@ def test_a_pass_that_takes_too_long_is_seen_from_outside(monkeypatch: pytest.Mon
     engine.on_step = hang
     engine.post(None, "wake")
     assert entered.wait(10)
-    clock.advance(5)
-    assert not engine.turning(5)
-    assert engine.turning(5.1)
+    clock.advance(4.9)
+    assert engine.turning
+    clock.advance(0.1)
+    assert not engine.turning
+    assert not engine.stats().serving
     go_on.set()
-    eventually(lambda: engine.turning(5))
+    eventually(lambda: engine.turning)
+    assert engine.stats().serving
     engine.stop()
-    assert not engine.turning(5)
+    assert not engine.turning
 
 
 # ---- integrity ----
@@ -303,7 +307,7 @@ def test_inspection(engine: TinyEngine) -> None:
     eventually(lambda: len(link.reports) == 2)
     engine.on_check = lambda: None
     stats = replace(engine.holds, serving=True, draining=True)
-    assert link.reports == [Inspection(7, stats, ()), Inspection(8, stats, ("3 pages are lost",))]
+    assert link.reports == [Inspection(7, stats, ()), Inspection(8, stats, ("AssertionError: 3 pages are lost",))]
     assert stranger.reports == []
 
 
@@ -344,7 +348,7 @@ def test_stop_lets_the_pass_in_progress_end() -> None:
 
 
 def test_stop_does_not_wait_for_a_pass_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "STOP_S", 0.05)
+    monkeypatch.setattr(loop, "STOP_TIMEOUT_S", 0.05)
     engine, entered, go_on = TinyEngine(), threading.Event(), threading.Event()
 
     def hang() -> bool:
