@@ -125,7 +125,9 @@ def _compose_command() -> tuple[str, ...]:
 
 
 class Load:
-    """Clients that send one request after another, each with a prompt of its own, while inside `running()`."""
+    """Clients that send one request after another, each with a prompt of its own, while inside
+    `running()`; one whose request fails stops.
+    """
 
     def __init__(self, address: str, clients: int = 4):
         self.answered = 0
@@ -147,7 +149,7 @@ class Load:
             self._stop.set()
             for thread in threads:
                 thread.join()
-        assert not self.failures, f"{len(self.failures)} of {len(self.failures) + self.answered}: {self.failures[:3]}"
+        assert not self.failures, f"{len(self.failures)} failed, {self.answered} were answered: {self.failures}"
 
     def wait_for_more(self, count: int) -> None:
         """Wait until so many more requests have been answered."""
@@ -160,9 +162,11 @@ class Load:
             while not self._stop.is_set():
                 turn += 1
                 failure = self._ask(client, f"Client {number}, question {turn}. " + "Tell me about the sea. " * 20)
+                if failure:
+                    self.failures.append(failure)
+                    return
                 with self._lock:
-                    self.answered += not failure
-                    self.failures += [failure] if failure else []
+                    self.answered += 1
 
     @staticmethod
     def _ask(client: Client, prompt: str) -> str:
