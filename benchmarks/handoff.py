@@ -93,7 +93,7 @@ def plain_sender(pipe: Connection, receiver: Connection, pages: int, page_bytes:
     remote = pool.agent.prep_xfer_dlist(peer, theirs, "DRAM")
     pipe.send("ready")
     while (count := pipe.recv()) is not None:
-        ours = list(range(count))
+        ours = random.sample(range(pages), count)  # as scattered as pages are after a while
         receiver.send("expect")
         began = time.perf_counter()
         handle = pool.agent.make_prepped_xfer("WRITE", local, ours, remote, ours, b"done")
@@ -121,6 +121,11 @@ class Side:
     def ready(self) -> None:
         assert self._pipe.poll(DEADLINE_S), "a benchmark process did not start"
         self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self.process.join(10)
+        self.process.kill()
 
     def ask(self, what: object) -> float:
         self._pipe.send(what)
@@ -168,7 +173,8 @@ def main() -> None:
         single.ready()
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         context = multiprocessing.get_context("spawn")
-        context.Process(target=plain_receiver, args=(theirs, pages, page_bytes), daemon=True).start()
+        receiver = context.Process(target=plain_receiver, args=(theirs, pages, page_bytes), daemon=True)
+        receiver.start()
         plain = Side(plain_sender, ours, pages, page_bytes)
         plain.ready()
 
@@ -180,6 +186,10 @@ def main() -> None:
         print(f" {'plain GB/s':>10} {'computed GB/s':>13} {'ratio':>5} {'cached GB/s':>11} {'ratio':>5}")
         for length in lengths:
             report(length, measure(stub, single, plain, length, arguments.rounds, plan.node.page_size, page_bytes))
+        single.close()
+        plain.close()
+        receiver.join(10)
+        receiver.kill()
 
 
 def measure(
@@ -221,7 +231,7 @@ def report(length: int, figures: dict[str, list[float]]) -> None:
     print(f"{length:>7} {typical['bare']:>8.3f} {typical['ttft']:>8.3f} {middle('ttft', 'bare'):>10.3f}", end="")
     print(f" {typical['handoff'] * 1e3:>11.1f} {middle('handoff', 'prefill'):>10.1%} {typical['plain']:>10.2f}", end="")
     print(f" {typical['relay']:>13.2f} {middle('relay', 'plain'):>5.2f}", end="")
-    print(f" {typical['cached']:>11.2f} {middle('cached', 'plain'):>5.2f}")
+    print(f" {typical['cached']:>11.2f} {middle('cached', 'plain'):>5.2f}", flush=True)
 
 
 if __name__ == "__main__":

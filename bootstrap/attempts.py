@@ -8,24 +8,26 @@ Knows rooms and nodes, not clients: whether a request is tried again or ends is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 
+from bootstrap.fences import Fences
 from bootstrap.queue import BootstrapQueue
 from bootstrap.registry import Node, Registry
-from bootstrap.requests import Attempt, LiveRequest
+from bootstrap.requests import Attempt, LiveRequest, Phase
 from bootstrap.routing import choose_decode, choose_prefill, uncached_tokens
 from engine.core.clock import Clock
 from engine.core.handoff import HandoffEvent, HandoffState, advance
 from engine.core.messages import Abort, Grant, Granted, Reserve, Submit, WriterQuiesced
 from engine.core.page_keys import page_keys
-from engine.core.room_budget import decode_room
-from engine.core.types import PrefillTask, Reservation, Role, RoomKey
+from engine.core.types import NodeIdentity, PrefillTask, Reservation, Role, RoomKey
 
 __all__ = ["Attempts"]
 
+log = logging.getLogger("kvrelay.bootstrap")
+
 
 class Attempts:
-    """All live attempts, and the rooms of ended ones whose writer may still be writing."""
+    """All live attempts, and what ended ones have left to be settled."""
 
     def __init__(self, registry: Registry, clock: Clock):
         self.queue = BootstrapQueue()
@@ -33,7 +35,7 @@ class Attempts:
         self._clock = clock
         self._live: dict[RoomKey, Attempt] = {}
         self._unplaced: list[Attempt] = []  # without a prefill node, because none served
-        self._unquiesced: dict[RoomKey, tuple[Node, Node]] = {}  # writer, and the node it may be writing to
+        self._fences = Fences(registry)
 
     def find(self, key: RoomKey, node: Node) -> Attempt | None:
         """The live attempt of a room, if that node has a part in it."""
@@ -44,8 +46,11 @@ class Attempts:
         """Attempts that end when this node goes."""
         return [self._live[key] for key in node.rooms]
 
-    def start(self, request: LiveRequest) -> None:
-        """Begin a request's next attempt; submit it to a prefill node, if one serves."""
+    def start(self, request: LiveRequest, since: float | None = None) -> Attempt:
+        """Begin a request's next attempt; submit it to a prefill node, if one serves.
+
+        since: when the wait for a decode node began, if that was earlier.
+        """
         now = self._clock()
         attempt = Attempt(
             key=RoomKey.new(request.attempts),
@@ -53,7 +58,7 @@ class Attempts:
             token_ids=(*request.ask.token_ids, *request.output),
             first_index=len(request.output),
             started=now,
-            since=now,
+            since=now if since is None else since,
         )
         request.attempt = attempt
         request.attempts += 1
@@ -62,14 +67,34 @@ class Attempts:
         self.queue.push(attempt)
         if not self._submit(attempt):
             self._unplaced.append(attempt)
+        return attempt
 
     def advance_queue(self) -> None:
-        """Ask decode nodes for room, in order, up to the first attempt that finds none."""
+        """Ask decode nodes for room, in order. A node that is too full for one is left alone by those behind it."""
         if self._unplaced and self._registry.serving(Role.PREFILL):
             self._unplaced = [attempt for attempt in self._unplaced if not self._submit(attempt)]
+        free = [node for node in self._registry.serving(Role.DECODE) if not node.overdue]
         for attempt in self.queue.waiting():
-            if attempt.prefill is not None and not self._reserve(attempt, attempt.prefill):
+            if not free:
                 return
+            if attempt.prefill is None:
+                continue
+            able = self._able(attempt, Role.DECODE)
+            view = choose_decode([node.decode_view(attempt.size) for node in able if node in free])
+            if view is None:
+                free = [node for node in free if node not in able]
+                continue
+            if attempt.decode is not None:
+                attempt = self._restart(attempt)
+            if attempt.prefill is not None:
+                self._reserve(attempt, attempt.prefill, self._registry.chosen(view.node_id))
+
+    def overdue(self, attempt: Attempt) -> None:
+        """A decode node has not answered in time. It keeps the reservation until another has room, or it answers."""
+        node = attempt.decode
+        if node is not None and attempt.key not in node.overdue:
+            node.overdue.add(attempt.key)
+            self.queue.overdue(attempt)
 
     def granted(self, attempt: Attempt, grant: Grant) -> bool:
         """A decode node set pages aside: tell the writer. False when the grant is late."""
@@ -79,8 +104,9 @@ class Attempts:
         self.queue.discard(attempt)
         node = attempt.decode
         node.ungranted.pop(attempt.key)
+        node.overdue.discard(attempt.key)
         node.head_room = grant.head_room
-        attempt.request.timing.grant_wait += attempt.since - attempt.asked
+        attempt.request.timing.add(Phase.GRANT_WAIT, attempt.since - attempt.asked)
         attempt.prefill.link.send(Granted(attempt.key, node.identity, grant.pages))
         return True
 
@@ -92,6 +118,13 @@ class Attempts:
             attempt.state, attempt.since = state, self._clock()
         if state >= HandoffState.TRANSFERRING and attempt.prefill is not None:
             attempt.prefill.uncomputed.pop(attempt.key, None)
+
+    def decoded(self, attempt: Attempt) -> None:
+        """A token of the decode node came."""
+        self.move(attempt, HandoffEvent.COMPLETED)
+        attempt.since = self._clock()
+        if attempt.decoding is None:
+            attempt.decoding = attempt.since
 
     def release_prefill(self, attempt: Attempt) -> None:
         """The prefill node is gone after every page had arrived: the attempt goes on without it."""
@@ -106,12 +139,21 @@ class Attempts:
             attempt.quiesced = True
             if attempt.decode is not None:
                 attempt.decode.link.send(WriterQuiesced(key))
-        elif key in self._unquiesced and self._unquiesced[key][0] is writer:
-            self._unquiesced.pop(key)[1].link.send(WriterQuiesced(key))
+        else:
+            self._fences.quiesced(key, writer)
+
+    def fenced(self, key: RoomKey, writer: NodeIdentity, node: Node) -> None:
+        """A decode node waits for a writer's last word. While the attempt lives, its end will see to that."""
+        if key not in self._live:
+            self._fences.reported(key, writer, node)
 
     def close(self, attempt: Attempt, event: HandoffEvent, abort: str | None) -> None:
         """End an attempt. With a reason to `abort`, both nodes are told; without, they have ended it themselves."""
         granted = attempt.state is not HandoffState.QUEUED
+        if attempt.decoding is not None:
+            attempt.request.timing.add(Phase.DECODE, attempt.since - attempt.decoding)
+        elif not granted and attempt.decode is not None:
+            attempt.request.timing.add(Phase.GRANT_WAIT, self._clock() - attempt.asked)
         state = advance(attempt.state, event)
         assert state is not None
         assert state.ended
@@ -127,13 +169,12 @@ class Attempts:
                     node.link.send(Abort(attempt.key, abort))
         if abort is not None and attempt.prefill and attempt.decode and not attempt.quiesced:
             if granted:
-                self._unquiesced[attempt.key] = (attempt.prefill, attempt.decode)
+                self._fences.add(attempt.key, attempt.prefill, attempt.decode)
             else:  # the writer never learned where to write
                 attempt.decode.link.send(WriterQuiesced(attempt.key))
 
     def node_left(self, node: Node) -> None:
-        """Nobody waits any more for a writer that is gone, or to tell a node that is gone."""
-        self._unquiesced = {key: pair for key, pair in self._unquiesced.items() if node not in pair}
+        self._fences.node_left(node)
 
     def check_integrity(self) -> None:
         self.queue.check_integrity()
@@ -149,9 +190,8 @@ class Attempts:
         assert sum(len(node.rooms) for node in self._registry.nodes()) == sum(
             (attempt.prefill is not None) + (attempt.decode is not None) for attempt in self._live.values()
         )
-        for key, nodes in self._unquiesced.items():
-            assert key not in self._live
-            assert all(self._registry.get(node.node_id) is node for node in nodes)
+        self._fences.check_integrity()
+        assert not any(key in self._fences for key in self._live)
 
     def _submit(self, attempt: Attempt) -> bool:
         """Choose a prefill node and hand it the prompt. False when none can take it."""
@@ -186,19 +226,22 @@ class Attempts:
         )
         return True
 
-    def _reserve(self, attempt: Attempt, writer: Node) -> bool:
-        """Ask the decode node with most head-room. False while none has room."""
-        nodes = self._able(attempt, Role.DECODE)
-        tokens = max((self._room(attempt, node) for node in nodes), default=0)
-        view = choose_decode([node.decode_view() for node in nodes], tokens)
-        if view is None:
-            return False
-        ask, node = attempt.request.ask, self._registry.chosen(view.node_id)
+    def _restart(self, attempt: Attempt) -> Attempt:
+        """Begin again in a new room: a grant of the old one, should it come yet, must not be taken for a new one."""
+        request, node = attempt.request, attempt.decode
+        assert node is not None
+        log.warning("no grant in time", extra={"request_id": request.ask.request_id, "node": str(node.identity)})
+        self.close(attempt, HandoffEvent.FAILED, "not granted in time")
+        return self.start(request, attempt.since)
+
+    def _reserve(self, attempt: Attempt, writer: Node, node: Node) -> None:
+        """Ask a decode node that has room."""
+        ask, timing = attempt.request.ask, attempt.request.timing
         attempt.decode, attempt.asked = node, self._clock()
-        attempt.request.timing.decode_node = node.node_id
-        attempt.request.timing.queue += attempt.asked - attempt.started
+        timing.decode_node = node.node_id
+        timing.add(Phase.QUEUE, attempt.asked - attempt.started)
         node.rooms.add(attempt.key)
-        node.ungranted[attempt.key] = self._room(attempt, node)
+        node.ungranted[attempt.key] = attempt.size.taken(node.registration)
         self.queue.asked(attempt)
         node.link.send(
             Reserve(
@@ -215,25 +258,15 @@ class Attempts:
                 )
             )
         )
-        return True
 
-    def _able(self, attempt: Attempt, role: Role) -> Sequence[Node]:
+    def _able(self, attempt: Attempt, role: Role) -> list[Node]:
         """Serving nodes that could ever run it; those on which it failed before only when there are no others."""
-        nodes = [
-            node
-            for node in self._registry.serving(role)
-            if node.refusal(len(attempt.token_ids), attempt.new_tokens) is None
-        ]
+        nodes = [node for node in self._registry.serving(role) if attempt.size.refusal(node.registration) is None]
         return [node for node in nodes if node.node_id not in attempt.request.avoid] or nodes
-
-    @staticmethod
-    def _room(attempt: Attempt, node: Node) -> int:
-        """Tokens that admission on a decode node takes for it, before any is generated."""
-        page_size = node.registration.layout.page_size
-        return decode_room(len(attempt.token_ids), 0, page_size) + node.registration.reserved_decode_tokens
 
 
 def _forget(node: Node, key: RoomKey) -> None:
     node.rooms.discard(key)
     node.uncomputed.pop(key, None)
     node.ungranted.pop(key, None)
+    node.overdue.discard(key)

@@ -23,10 +23,17 @@ class BootstrapConfig:
     max_message_bytes: Bytes = option(Bytes("8MiB"), "largest message taken in; a larger one is refused", low=4096)
     default_max_new_tokens: int = option(512, "length of an answer when a request does not say", unit="tokens", low=1)
     max_queue: int = option(4096, "requests that wait for a decode node, at most; more are refused", low=1)
-    max_attempts: int = option(3, "times a request is tried, on other nodes where there are any, when one fails", low=1)
+    max_attempts: int = option(
+        3, "times a request may fail before a token, tried on other nodes where there are any; lost nodes not counted", low=1
+    )
     low_priority_first: bool = option(False, "smaller priority values run first")
     queue_timeout: float = option(60.0, "longest wait from arrival to a decode node's grant", unit="s", low=0.1)
-    prefill_timeout: float = option(300.0, "longest time from the grant to the first token", unit="s", low=0.1)
+    grant_timeout: float = option(
+        5.0, "a decode node that has not granted for so long is given up when another has room", unit="s", low=0.1
+    )
+    prefill_timeout: float = option(
+        300.0, "longest time from the grant to the first forward, and from there to the first token", unit="s", low=0.1
+    )
     transfer_timeout: float = option(
         60.0, "longest time from the first token to the decode node's first one", unit="s", low=0.1
     )

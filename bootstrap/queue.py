@@ -13,7 +13,8 @@ __all__ = ["BootstrapQueue"]
 class BootstrapQueue:
     """Producer: an attempt that starts. Consumer: the decode node's grant, or the attempt's end.
 
-    An attempt waits, in order, until a decode node has been asked for room; then it only counts, until granted.
+    An attempt waits, in order, until a decode node has been asked for room; then it only counts, until granted. When
+    that takes too long it waits again, for another node, without having lost the first one.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class BootstrapQueue:
         return attempt in self._asked or self._find(attempt) is not None
 
     def waiting(self) -> Iterator[Attempt]:
-        """Those no decode node was asked for yet, first one first. The queue may change meanwhile."""
+        """Those that look for a decode node, first one first. The queue may change meanwhile."""
         return iter(tuple(self._waiting))
 
     def push(self, attempt: Attempt) -> None:
@@ -40,6 +41,11 @@ class BootstrapQueue:
         del self._waiting[index]
         self._asked.add(attempt)
 
+    def overdue(self, attempt: Attempt) -> None:
+        """The decode node that was asked takes too long."""
+        self._asked.remove(attempt)
+        self.push(attempt)
+
     def discard(self, attempt: Attempt) -> None:
         """Granted, or ended. Fine for one that is not here."""
         index = self._find(attempt)
@@ -50,7 +56,6 @@ class BootstrapQueue:
     def check_integrity(self) -> None:
         orders = [_order(attempt) for attempt in self._waiting]
         assert orders == sorted(set(orders))
-        assert all(attempt.decode is None for attempt in self._waiting)
         assert all(attempt.decode is not None for attempt in self._asked)
 
     def _find(self, attempt: Attempt) -> int | None:

@@ -12,12 +12,10 @@ __all__ = ["record_end"]
 
 log = logging.getLogger("kvrelay.bootstrap")
 
-_PHASES = ("queue", "grant_wait", "prefill_wait", "prefill", "handoff", "decode")
-
 
 def record_end(request: LiveRequest, metrics: Metrics) -> None:
     """Latencies are recorded of answers that came to their own end, since others say nothing of the system."""
-    timing, ask = request.timing, request.ask
+    timing, ask, cached = request.timing, request.ask, request.cached_tokens or 0
     outcome = request.error.code.lower() if request.error else str(request.finish)
     log.info(
         "request ended",
@@ -26,7 +24,7 @@ def record_end(request: LiveRequest, metrics: Metrics) -> None:
             "outcome": outcome,
             "error": str(request.error) if request.error else None,
             "prompt_tokens": len(ask.token_ids),
-            "cached_tokens": request.cached_tokens,
+            "cached_tokens": cached,
             "output_tokens": len(request.output),
             "attempts": request.attempts,
             "seconds": round(timing.total, 4),
@@ -38,13 +36,13 @@ def record_end(request: LiveRequest, metrics: Metrics) -> None:
     metrics.count(FrontDoorMetric.OUTPUT_TOKENS, len(request.output))
     if request.output:
         metrics.observe(FrontDoorMetric.TTFT, timing.first_token)
-        metrics.count(FrontDoorMetric.PROMPT_TOKENS, request.cached_tokens, "cached")
-        metrics.count(FrontDoorMetric.PROMPT_TOKENS, len(ask.token_ids) - request.cached_tokens, "computed")
+        metrics.count(FrontDoorMetric.PROMPT_TOKENS, cached, "cached")
+        metrics.count(FrontDoorMetric.PROMPT_TOKENS, len(ask.token_ids) - cached, "computed")
     if request.finish not in (FinishReason.STOP, FinishReason.LENGTH):
         return
     metrics.observe(FrontDoorMetric.TOTAL, timing.total)
     if len(request.output) > 1:
         between = (timing.total - timing.first_token) / (len(request.output) - 1)
         metrics.observe(FrontDoorMetric.TPOT, between)
-    for phase in _PHASES:
-        metrics.observe(FrontDoorMetric.PHASE, getattr(timing, phase), phase)
+    for phase, seconds in timing.phases.items():
+        metrics.observe(FrontDoorMetric.PHASE, seconds, phase)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bootstrap.fit import Size
 from bootstrap.routing import DecodeView, PrefillView
 from engine.core.clock import Clock
 from engine.core.errors import InvalidField, KVRelayError, Refused
 from engine.core.messages import CacheDelta, Command, NodeStats, PeerJoined, PeerLeft, Registration
-from engine.core.room_budget import longest_prompt, never_fits
 from engine.core.types import DTYPE_BYTES, PROTOCOL_VERSION, NodeIdentity, PageLayout, PeerInfo, Role, RoomKey
 
 __all__ = ["Link", "Node", "Registry"]
@@ -45,6 +45,7 @@ class Node:
     uncomputed: dict[RoomKey, int] = field(default_factory=dict)  # prefill: uncached tokens of what was submitted
     head_room: int = 0  # decode: tokens, by its last heartbeat or grant
     ungranted: dict[RoomKey, int] = field(default_factory=dict)  # decode: tokens asked for and not yet granted
+    overdue: set[RoomKey] = field(default_factory=set)  # decode: ungranted for too long, so nothing more is asked for
 
     @property
     def identity(self) -> NodeIdentity:
@@ -68,28 +69,18 @@ class Node:
         registration = self.registration
         return PeerInfo(registration.identity, registration.role, registration.memory, registration.agent_metadata)
 
-    def refusal(self, prompt_tokens: int, new_tokens: int) -> InvalidField | None:
-        """Why a request can never run here, however idle the node is; None when it can."""
-        pages, page_size = self.registration.memory.num_pages, self.registration.layout.page_size
-        if self.role is Role.DECODE:
-            reserved = self.registration.reserved_decode_tokens
-            return never_fits(prompt_tokens, new_tokens, pages * page_size, reserved, page_size)
-        most = longest_prompt(pages, page_size)
-        if prompt_tokens <= most:
-            return None
-        return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a prefill node")
-
     def prefill_view(self) -> PrefillView:
         # The node's own count knows other front doors' requests, ours those it has not taken in yet.
         queued = max(self.stats.queued_tokens, sum(self.uncomputed.values()))
         rate = self.stats.tokens_per_second
         return PrefillView(self.node_id, self.cached, queued, rate, len(self.uncomputed), self.last_chosen)
 
-    def decode_view(self) -> DecodeView:
+    def decode_view(self, size: Size) -> DecodeView:
+        required = size.required(self.registration, self.stats.retractable)
         free = self.head_room - sum(self.ungranted.values())
         limit = self.registration.max_running
         rows = limit - len(self.rooms) if limit else None
-        return DecodeView(self.node_id, free, rows, self.stats.idle and not self.rooms, self.last_chosen)
+        return DecodeView(self.node_id, free, required, rows, self.stats.idle and not self.rooms, self.last_chosen)
 
     def apply(self, delta: CacheDelta) -> None:
         if delta.reset:
@@ -133,7 +124,7 @@ class Registry:
         return min((node.registration.max_context for node in self._nodes.values()), default=None)
 
     def check(self, registration: Registration) -> None:
-        """Raise Refused, naming the field and both values, when this node does not fit the cluster.
+        """Raise Refused, naming the field and both values, when this node can fit no cluster, or not this one.
 
         A node that is attached under the same id does not count: it would be replaced.
         """
@@ -208,10 +199,10 @@ class Registry:
         ]
         return max(pools) - prompt_tokens if pools else None
 
-    def refusal(self, prompt_tokens: int, new_tokens: int) -> InvalidField | None:
+    def refusal(self, size: Size) -> InvalidField | None:
         """Why no attached node of some role could ever run a request; None when each role has one that can."""
         for role in Role:
-            refusals = [(node, node.refusal(prompt_tokens, new_tokens)) for node in self.nodes(role)]
+            refusals = [(node, size.refusal(node.registration)) for node in self.nodes(role)]
             if refusals and all(refused for _, refused in refusals):
                 return max(refusals, key=lambda pair: pair[0].registration.memory.num_pages)[1]
         return None
@@ -222,6 +213,7 @@ class Registry:
             assert node.registration.layout == self.layout
             assert node.uncomputed.keys() <= node.rooms
             assert node.ungranted.keys() <= node.rooms
+            assert node.overdue <= node.ungranted.keys()
         for role, since in self._empty_since.items():
             assert (since is None) == bool(self.serving(role))
 
@@ -234,24 +226,27 @@ class Registry:
 
 
 def _sane(registration: Registration) -> None:
-    """Raise InvalidField for numbers that no node can have, before anything is computed from them."""
+    """Raise Refused for numbers that no node can have, before anything is computed from them."""
     layout = registration.layout
     if layout.dtype not in DTYPE_BYTES:
-        raise InvalidField("layout.dtype", layout.dtype, f"one of {', '.join(DTYPE_BYTES)}")
+        raise _refused("layout.dtype", layout.dtype, f"one of {', '.join(DTYPE_BYTES)}")
     for name, value in (
         ("layout.page_size", layout.page_size),
+        ("layout.layers", layout.layers),
+        ("layout.kv_heads", layout.kv_heads),
+        ("layout.head_dim", layout.head_dim),
         ("memory.num_pages", registration.memory.num_pages),
         ("max_context", registration.max_context),
     ):
         if value < 1:
-            raise InvalidField(name, value, "at least 1")
+            raise _refused(name, value, "at least 1")
 
 
 def _refuse(field_name: str, value: object, expected: object) -> None:
     if value != expected:
-        raise Refused(
-            f"{field_name} is {value!r}, but this cluster has {expected!r}",
-            field=field_name,
-            value=str(value),
-            expected=str(expected),
-        )
+        raise _refused(field_name, value, str(expected))
+
+
+def _refused(field_name: str, value: object, expected: str) -> Refused:
+    message = f"{field_name} is {value!r}; in this cluster: {expected}"
+    return Refused(message, field=field_name, value=str(value), expected=expected)

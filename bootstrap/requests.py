@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bootstrap.fit import Size
 from bootstrap.merge import TokenMerge
 from bootstrap.registry import Node
 from engine.core.errors import KVRelayError
@@ -12,7 +14,7 @@ from engine.core.handoff import HandoffState
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import RoomKey, TokenOutput
 
-__all__ = ["Ask", "Attempt", "LiveRequest", "Timing"]
+__all__ = ["Ask", "Attempt", "LiveRequest", "Phase", "Timing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +31,31 @@ class Ask:
     deadline: float | None = None  # on the front door's clock
 
 
+class Phase(enum.StrEnum):
+    """`QUEUE`, `GRANT_WAIT` and `DECODE` are measured here, the rest is what nodes report."""
+
+    QUEUE = "queue"
+    GRANT_WAIT = "grant_wait"
+    PREFILL_WAIT = "prefill_wait"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    DECODE = "decode"
+
+
 @dataclass(slots=True)
 class Timing:
-    """Seconds, summed over attempts. `queue` and `grant_wait` are measured here, the rest is what nodes report."""
+    """Seconds, summed over attempts."""
 
-    queue: float = 0.0
-    grant_wait: float = 0.0
-    prefill_wait: float = 0.0
-    prefill: float = 0.0
-    handoff: float = 0.0
-    decode: float = 0.0
+    phases: dict[Phase, float] = field(default_factory=dict)  # without those that are not known
     relayed_bytes: int = 0
     relay: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
     prefill_node: str = ""  # of the last attempt
     decode_node: str = ""
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +69,11 @@ class LiveRequest:
     timing: Timing = field(default_factory=Timing)
     merge: TokenMerge = field(default_factory=TokenMerge)
     output: list[int] = field(default_factory=list)  # token ids in order: what a new attempt goes on from
-    cached_tokens: int = 0  # prompt tokens the first prefill node had cached
+    cached_tokens: int | None = None  # prompt tokens the first prefill node had cached; None: no node has begun
     attempt: Attempt | None = None
     attempts: int = 0
-    failures: int = 0  # attempts that failed, retracted ones not counted
+    failures: int = 0  # attempts that failed before they made a token
+    losses: int = 0  # attempts that failed because a node was lost while others served
     avoid: set[str] = field(default_factory=set)  # node ids on which attempts failed
     failure: KVRelayError | None = None  # of the last attempt that failed
     finish: FinishReason | None = None  # set when the request ended well, or was aborted
@@ -100,9 +112,10 @@ class Attempt:
     prefill: Node | None = None  # None: not chosen yet, or gone when it was no longer needed
     decode: Node | None = None  # None: not asked yet
     asked: float = 0.0  # when the decode node was asked
+    decoding: float | None = None  # when the decode node's first token came
     quiesced: bool = False  # the prefill node has said that it is done writing
 
     @property
-    def new_tokens(self) -> int:
-        """Tokens still to generate, at most."""
-        return self.request.ask.stopping.max_new_tokens - self.first_index
+    def size(self) -> Size:
+        new_tokens = self.request.ask.stopping.max_new_tokens - self.first_index
+        return Size(len(self.token_ids), new_tokens, self.first_index)

@@ -39,6 +39,7 @@ class DecodeView:
 
     node_id: str
     head_room: int  # tokens, less those asked for and not yet granted
+    required: int  # tokens of head-room without which it would not grant this request
     rows: int | None  # requests it may still take; None: no limit
     idle: bool  # nothing there, and nothing on its way
     last_chosen: int
@@ -83,9 +84,13 @@ def choose_prefill(
     return min(near, key=lambda node: (node.requests, node.last_chosen))
 
 
-def choose_decode(nodes: Sequence[DecodeView], tokens: int) -> DecodeView | None:
-    """The node to ask for room for `tokens` tokens; None while none has it. An idle node may always be asked."""
-    able = [node for node in nodes if node.idle or (node.head_room >= tokens and (node.rows is None or node.rows > 0))]
+def choose_decode(nodes: Sequence[DecodeView]) -> DecodeView | None:
+    """The node to ask for room; None while none has it. An idle node may always be asked."""
+    able = [
+        node
+        for node in nodes
+        if node.idle or (node.head_room >= node.required and (node.rows is None or node.rows > 0))
+    ]
     return max(able, key=lambda node: (node.head_room, -node.last_chosen), default=None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from bootstrap.answer import Answer, AnswerOptions, Piece
 from bootstrap.chat import ChatMessage
 from bootstrap.registry import Node
-from bootstrap.requests import LiveRequest, Timing
+from bootstrap.requests import LiveRequest, Phase, Timing
 from engine.core.errors import InvalidField
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
@@ -117,7 +117,7 @@ def started_to_wire(request: LiveRequest) -> generation_pb2.GenerateResponse:
     started = generation_pb2.Started(
         request_id=request.ask.request_id,
         prompt_tokens=len(request.ask.token_ids),
-        cached_tokens=request.cached_tokens,
+        cached_tokens=request.cached_tokens or 0,
     )
     return generation_pb2.GenerateResponse(started=started)
 
@@ -136,7 +136,7 @@ def finished_to_wire(request: LiveRequest, answer: Answer, text: str) -> generat
         reason=FINISH[FinishReason.STOP if answer.matched_stop is not None else request.finish],
         usage=generation_pb2.Usage(
             prompt_tokens=len(request.ask.token_ids),
-            cached_tokens=request.cached_tokens,
+            cached_tokens=request.cached_tokens or 0,
             output_tokens=answer.tokens,
         ),
         timing=_timing_to_wire(request.timing, request.attempts),
@@ -150,15 +150,16 @@ def finished_to_wire(request: LiveRequest, answer: Answer, text: str) -> generat
 
 
 def _timing_to_wire(timing: Timing, attempts: int) -> generation_pb2.Timing:
+    phases = timing.phases
     return generation_pb2.Timing(
         total=timing.total,
         first_token=timing.first_token,
-        queue=timing.queue,
-        grant_wait=timing.grant_wait,
-        prefill_wait=timing.prefill_wait,
-        prefill=timing.prefill,
-        handoff=timing.handoff,
-        decode=timing.decode,
+        queue=phases.get(Phase.QUEUE, 0.0),
+        grant_wait=phases.get(Phase.GRANT_WAIT, 0.0),
+        prefill_wait=phases.get(Phase.PREFILL_WAIT, 0.0),
+        prefill=phases.get(Phase.PREFILL, 0.0),
+        handoff=phases.get(Phase.HANDOFF, 0.0),
+        decode=phases.get(Phase.DECODE, 0.0),
         relayed_bytes=timing.relayed_bytes,
         relay=timing.relay,
         prefill_node=timing.prefill_node,

@@ -90,7 +90,7 @@ class _NodeProcess:
                 await asyncio.sleep(WATCH_S)
             await self._server.set_serving(False)
             await self._drain(observe)
-            return 0
+            return 0 if self._engine.failure is None else 1
         finally:
             await end(session)
 
@@ -116,11 +116,11 @@ class _NodeProcess:
         while not finishing.done() and self._engine.failure is None and time.monotonic() < self._leave_by:
             observe(self._engine.stats())
             await asyncio.sleep(WATCH_S)
-        if finishing.done():
-            log.info("drained")
-        else:
+        if not finishing.done():
             log.warning("leaving with work left", extra={"stats": self._engine.stats()})
             await end(finishing)
+            return
+        log.info("drained")
         for connection in tuple(self._session.connections):
             connection.report(Drained())
         with contextlib.suppress(TimeoutError):

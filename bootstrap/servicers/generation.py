@@ -173,7 +173,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         while True:
             ended = live.ended
             tokens = live.take()
-            if not started and (tokens or live.finish):
+            if not started and (live.cached_tokens is not None or tokens or live.finish):
                 started = True
                 yield wire.started_to_wire(live)
             if tokens:

@@ -15,8 +15,8 @@ import grpc
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
 from bootstrap.registry import Node
-from engine.core.errors import InvalidRequest, KVRelayError, Refused, Unavailable
-from engine.core.messages import Command
+from engine.core.errors import InvalidField, InvalidRequest, KVRelayError, Refused, Unavailable
+from engine.core.messages import Command, Registration
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import bootstrap_pb2_grpc as pb_grpc
 from rpc.session import NODE_METADATA
@@ -67,7 +67,7 @@ class NodesServicer(pb_grpc.BootstrapServicer):
 
     async def Attach(self, reports: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
         link = _StreamLink()
-        node = self._front.join(registration_from_wire(await _first(reports)), link)
+        node = self._front.join(await _registration(reports), link)
         # Runs however the call ends. A node whose session ended is gone: it drops what came over it.
         context.add_done_callback(lambda _: self._front.leave(node, "its session ended"))  # type: ignore[arg-type]
         reader = asyncio.create_task(self._take_reports(node, link, reports))
@@ -120,11 +120,14 @@ class NodesServicer(pb_grpc.BootstrapServicer):
         raise Refused(f"no session of node {name!r}: attach first", reason="NOT_ATTACHED", node=name)
 
 
-async def _first(reports: AsyncIterator[pb.NodeReport]) -> pb.Register:
-    """The registration that every session begins with. Raises InvalidRequest."""
+async def _registration(reports: AsyncIterator[pb.NodeReport]) -> Registration:
+    """What every session begins with. Raises InvalidRequest, or Refused for values that no other try would change."""
     with contextlib.suppress(StopAsyncIteration, TimeoutError):
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             message = await anext(reports)
         if message.HasField("register"):
-            return message.register
+            try:
+                return registration_from_wire(message.register)
+            except InvalidField as error:
+                raise Refused(str(error), **error.metadata) from error
     raise InvalidRequest("a session begins with `register`", reason="NOT_REGISTERED")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class NodeConfig:
     def problems(self) -> Iterable[str]:
         if not self.bootstrap:
             yield "bootstrap: at least one host:port is needed"
+        if not re.fullmatch(r"[!-~]{0,128}", self.node_id):  # it travels in a header, where nothing else may stand
+            yield f"node_id is {self.node_id!r}; allowed: at most 128 printable ASCII characters and no space"
 
     def name(self, role: str) -> str:
         return self.node_id or f"{socket.gethostname()}-{role}"

@@ -57,10 +57,11 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (Reservation, "priority"): PRIORITY,
     (PrefillTask, "page_keys"): st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4).map(tuple),
     (m.NodeStats, "head_room"): INT64,
+    (m.RoomFailed, "code"): st.text(min_size=1, max_size=20),
     **{
         (m.NodeStats, f.name): UINT64
         for f in fields(m.NodeStats)
-        if f.name.endswith("_total") and f.name != "pages_total" or f.name == "queued_tokens"
+        if (f.name.endswith("_total") and f.name != "pages_total") or f.name in ("queued_tokens", "retractable")
     },
     **{(SamplingParams, f.name): FLOAT for f in fields(SamplingParams) if f.type == "float"},
     (TokenOutput, "logprob"): FLOAT,
@@ -163,6 +164,11 @@ def test_a_command_with_nothing_in_it(field: Any) -> None:
     else:
         command = wire.command_from_wire(message)
         assert (command is None) == (field.name in ("welcome", "heartbeat_ack"))
+
+
+def test_a_failure_without_a_code_is_internal() -> None:
+    report = wire.report_from_wire(pb.NodeReport(room_failed=pb.RoomFailed()))
+    assert report == m.RoomFailed(RoomKey(0, 0), "", "", retriable=False, code="INTERNAL")
 
 
 def test_kinds_of_a_newer_version_are_none() -> None:

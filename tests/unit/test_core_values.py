@@ -108,6 +108,8 @@ def test_configuration_mistakes_are_listed_one_a_line() -> None:
 
 # ---- node options ----
 
+NODE_ID_LIMIT = "allowed: at most 128 printable ASCII characters and no space"
+
 
 def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
     assert NodeConfig().name("prefill").endswith("-prefill")
@@ -118,6 +120,10 @@ def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
     ("flags", "problem"),
     [
         ({"bootstrap": ""}, "bootstrap: at least one host:port is needed"),
+        ({"node_id": "nœud"}, f"node_id is 'nœud'; {NODE_ID_LIMIT}"),
+        ({"node_id": "a b"}, f"node_id is 'a b'; {NODE_ID_LIMIT}"),
+        ({"node_id": "a\n"}, f"node_id is 'a\\n'; {NODE_ID_LIMIT}"),
+        ({"node_id": "x" * 129}, f"node_id is '{'x' * 129}'; {NODE_ID_LIMIT}"),
         ({"page_size": "0"}, "--page-size: '0' is out of range: 1 to 256"),
         ({"page_size": "257"}, "--page-size: '257' is out of range: 1 to 256"),
         ({"num_pages": "1"}, "--num-pages: '1' is out of range: at least 2"),
@@ -137,3 +143,5 @@ def test_node_options_on_their_limits() -> None:
     assert (config.page_size, config.num_pages, config.drain_timeout, config.kv_dtype) == (256, 2, 0, None)
     assert config.bootstrap == ("a:1", "b:2")
     assert isinstance(config.model_dir, Path)
+    for node_id in ("", "~prefill-1.example:7", "x" * 128):
+        assert not list(NodeConfig(node_id=node_id).problems())

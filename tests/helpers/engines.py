@@ -1,0 +1,145 @@
+"""Real engines, with a real device and real transfer, whose engine thread is the test itself.
+
+`turn` does what the thread does in one round, then checks the books; so a test decides what comes between two rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedModel
+
+from decode_service.config import DecodeConfig, DecodeOptions
+from decode_service.loop import DecodeEngine
+from engine.core.loop import EngineLoop, Link
+from engine.core.messages import Command, LinkEvent, PeerJoined
+from engine.core.metrics import Metrics, NodeMetric
+from engine.core.node_config import NodeConfig
+from engine.core.types import NodeIdentity, PeerInfo, Role
+from engine.device.kv_pool import KVPool, layout_for
+from engine.device.runner import TransformersRunner
+from engine.device.setup import NodeDevice
+from engine.device.weights import load_model
+from prefill_service.config import PrefillConfig
+from prefill_service.loop import PrefillEngine
+from prefill_service.scheduler import SchedulerConfig
+from tests.helpers.models import prepared_tiny
+from transfer.agent import TransferAgent
+
+__all__ = ["PAGE", "Driven", "decode_engine", "introduce", "prefill_engine", "tiny_device"]
+
+PAGE = 4
+PATIENCE_S = 10.0
+E = TypeVar("E", bound=EngineLoop[Any])
+
+
+@functools.cache
+def _weights() -> PreTrainedModel:
+    return load_model(prepared_tiny(), dtype="float32", max_context=512, report=lambda line: None)
+
+
+def tiny_device(num_pages: int) -> NodeDevice:
+    """A tiny model with a pool of `num_pages` pages of PAGE tokens. All devices share the weights."""
+    model = prepared_tiny()
+    layout = layout_for(model, PAGE, "float32")
+    pool = KVPool(layout, num_pages)
+    return NodeDevice(model, layout, pool, TransformersRunner(_weights(), pool), max_context=512)
+
+
+class Driven(Generic[E]):
+    """An engine with its helper threads running and its own thread played by the test."""
+
+    def __init__(self, engine: E, device: NodeDevice, agent: TransferAgent, role: Role):
+        self.engine = engine
+        self.device = device
+        self.agent = agent
+        self.peer = PeerInfo(agent.identity, role, device.memory, agent.metadata)
+        self.incidents: list[str] = []
+
+    def tell(self, link: Link | None, *items: Command | LinkEvent) -> None:
+        """Hand over what a session would post, and let the engine take it in. Runs no pass."""
+        for item in items:
+            self.engine.post(link, item)
+        self.take_in()
+
+    def take_in(self) -> None:
+        self.engine._take_in(wait=False)
+        self.engine.check_integrity()
+
+    def turn(self) -> bool:
+        """One round of the engine thread. True when another may have work to do at once."""
+        self.take_in()
+        try:
+            busy = self.engine.step()
+        except Exception:
+            incident = secrets.token_hex(6)
+            self.incidents.append(incident)
+            self.engine.step_failed(incident)
+            busy = True
+        self.engine.check_integrity()
+        return busy
+
+    def until(self, condition: Callable[[], bool], what: str, *, passes: bool = True) -> None:
+        """Rounds until a condition holds; without `passes` it only takes in what comes."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"did not happen: {what}"
+            if not passes:
+                self.take_in()
+            if not passes or not self.turn():
+                time.sleep(0.001)
+
+    @property
+    def stats(self) -> Any:
+        """Counts as of now."""
+        return self.engine.collect_stats()
+
+    def failures(self) -> float:
+        """Rooms that failed on this node, by its own metric."""
+        samples = [s for family in self.engine.metrics.registry.collect() for s in family.samples]
+        return sum(s.value for s in samples if s.name == NodeMetric.FAILED.metric)
+
+
+@contextmanager
+def decode_engine(num_pages: int, **options: Any) -> Iterator[Driven[DecodeEngine]]:
+    """`options` are those of DecodeOptions; nothing is reserved unless they say so."""
+    device = tiny_device(num_pages)
+    agent = TransferAgent(NodeIdentity.new("d"), device.memory)
+    config = DecodeConfig(NodeConfig(), DecodeOptions(**({"reserved_decode_tokens": 0} | options)))
+    engine = DecodeEngine(device, config, agent, Metrics(NodeMetric))
+    engine._receiver.start()
+    try:
+        engine.warm_up()
+        yield Driven(engine, device, agent, Role.DECODE)
+    finally:
+        engine.stop()
+        agent.close()
+    assert engine._receiver.failure is None
+
+
+@contextmanager
+def prefill_engine(num_pages: int, **options: Any) -> Iterator[Driven[PrefillEngine]]:
+    """`options` are those of SchedulerConfig."""
+    device = tiny_device(num_pages)
+    agent = TransferAgent(NodeIdentity.new("p"), device.memory)
+    config = PrefillConfig(NodeConfig(write_timeout=5.0), SchedulerConfig(**options))
+    engine = PrefillEngine(device, config, agent, Metrics(NodeMetric))
+    engine._sender.start()
+    try:
+        engine.warm_up()
+        yield Driven(engine, device, agent, Role.PREFILL)
+    finally:
+        engine.stop()
+        agent.close()
+    assert engine._sender.failure is None
+
+
+def introduce(link: Link, *nodes: Driven[Any]) -> None:
+    """Each node hears of every other."""
+    for node in nodes:
+        node.tell(link, *(PeerJoined(other.peer) for other in nodes if other is not node))

@@ -1,0 +1,395 @@
+"""The decode engine with a real device and real writes: rooms come, decode, and end in every way they can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from decode_service.loop import DecodeEngine
+from engine.core.handoff_note import HandoffNote
+from engine.core.messages import (
+    Abort,
+    Command,
+    DecodeReport,
+    Grant,
+    Heartbeat,
+    LinkLost,
+    LinkUp,
+    PeerJoined,
+    PeerLeft,
+    Reserve,
+    RoomFailed,
+    RoomFenced,
+    WriterQuiesced,
+)
+from engine.core.metrics import NodeMetric
+from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
+from engine.core.types import NodeIdentity, PeerInfo, Reservation, Role, RoomKey
+from engine.device.batch import ForwardBatch
+from tests.helpers.engines import PAGE, Driven, decode_engine
+from tests.helpers.tiny_engine import RecordingLink
+from tests.helpers.transfer_node import FilePool, LocalNode
+from transfer.receiver import RoomComplete, WriterGone
+
+PAGES = 16
+GREEDY = SamplingParams(temperature=0)
+Decode = Driven[DecodeEngine]
+
+
+@pytest.fixture
+def d() -> Iterator[Decode]:
+    with decode_engine(PAGES) as engine:
+        yield engine
+
+
+@pytest.fixture
+def writer(d: Decode, tmp_path: Path) -> Iterator[LocalNode]:
+    """A node that writes into the decode node's pool, which it alone has to know for that."""
+    node = LocalNode(NodeIdentity.new("p"), FilePool(tmp_path / "pool", PAGES, d.device.pool.page_bytes))
+    node.agent.add_peer(d.agent.identity, d.agent.metadata, d.agent.memory)
+    node.start_sender()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def link(d: Decode) -> RecordingLink:
+    one = RecordingLink()
+    d.tell(one, LinkUp())
+    return one
+
+
+def reserve(
+    writer: LocalNode | NodeIdentity,
+    prompt: int = 6,
+    max_new: int = 8,
+    *,
+    first_index: int = 0,
+    stopping: StoppingParams | None = None,
+    sampling: SamplingParams = GREEDY,
+) -> Reserve:
+    key = RoomKey.new(0)
+    identity = writer if isinstance(writer, NodeIdentity) else writer.identity
+    stopping = stopping or StoppingParams(first_index + max_new, ignore_eos=True)
+    history = tuple(range(3, 3 + prompt)) if sampling.needs_history else ()
+    return Reserve(Reservation(f"r{key}", key, prompt, first_index, sampling, stopping, identity, history=history))
+
+
+def key_of(reserved: Reserve) -> RoomKey:
+    return reserved.reservation.key
+
+
+def grant_of(d: Decode, link: RecordingLink, key: RoomKey) -> Grant:
+    def find() -> list[Grant]:
+        return [grant for grant in link.of(Grant) if grant.key == key]
+
+    d.until(lambda: bool(find()), f"grant of {key}")
+    (grant,) = find()
+    return grant
+
+
+def write(writer: LocalNode, d: Decode, grant: Grant, note: HandoffNote | bytes) -> None:
+    """All pages of a room, and with them the note."""
+    writer.sender.open(grant.key, d.agent.identity, grant.pages, lambda: True)
+    last = note if isinstance(note, bytes) else note.encode()
+    writer.sender.send(grant.key, 0, range(len(grant.pages)), last=last)
+
+
+def note(index: int = 0, token_id: int = 5) -> HandoffNote:
+    return HandoffNote(token_id, index, -0.5, 0, 1)
+
+
+def arriving(d: Decode, link: RecordingLink, writer: LocalNode, **what: int) -> RoomKey:
+    """A room that was granted and whose pages are not here yet."""
+    asked = reserve(writer, **what)
+    d.tell(link, asked)
+    grant_of(d, link, key_of(asked))
+    return key_of(asked)
+
+
+def running(d: Decode, link: RecordingLink, writer: LocalNode, *asked: Reserve) -> list[RoomKey]:
+    """Rooms whose pages have all arrived, and for which no pass was run yet."""
+    d.tell(link, *asked)
+    for one in asked:
+        write(writer, d, grant_of(d, link, key_of(one)), note(one.reservation.first_index))
+    before = d.stats.running
+    d.until(lambda: d.stats.running == before + len(asked), "they arrive", passes=False)
+    return [key_of(one) for one in asked]
+
+
+def failed(link: RecordingLink) -> list[tuple[RoomKey, str, bool]]:
+    return [(report.key, report.phase, report.retriable) for report in link.of(RoomFailed)]
+
+
+def late(d: Decode) -> float:
+    labels = {"kind": "room_complete"}
+    return d.engine.metrics.registry.get_sample_value(NodeMetric.LATE.metric, labels) or 0.0
+
+
+def pages(d: Decode) -> tuple[int, int, int]:
+    """Free, held, fenced."""
+    stats = d.stats
+    assert stats.pages_free + stats.pages_held + stats.pages_fenced == stats.pages_total
+    return stats.pages_free, stats.pages_held, stats.pages_fenced
+
+
+# ---- the usual way ----
+
+
+def test_a_room_is_granted_filled_and_decoded(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    asked = reserve(writer, prompt=6, max_new=8)
+    d.tell(link, asked)
+    assert d.stats.ungranted == 1
+    grant = grant_of(d, link, key_of(asked))
+    assert len(grant.pages) == 2
+    assert grant.head_room == (PAGES - 2) * PAGE
+    assert pages(d) == (PAGES - 2, 2, 0)
+    assert d.stats.transferring == 1
+    write(writer, d, grant, note())
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    tokens = link.tokens(key_of(asked))
+    assert [token.index for token in tokens] == list(range(1, 8))
+    assert [token.finish for token in tokens] == [None] * 6 + [FinishReason.LENGTH]
+    assert all(token.logprob <= 0 for token in tokens)
+    reports = [report for output in link.outputs for report in output.decoded]
+    assert [report.key for report in reports] == [key_of(asked)]
+    assert isinstance(reports[0], DecodeReport)
+    assert pages(d) == (PAGES, 0, 0)
+    assert failed(link) == []
+    assert d.stats.output_tokens_total == 7
+    assert d.stats.relayed_bytes_total == 2 * d.device.pool.page_bytes
+
+
+@pytest.mark.parametrize(
+    "stopping",
+    [StoppingParams(1), StoppingParams(9, stop_token_ids=(5,)), StoppingParams(9, eos_token_ids=(5,))],
+    ids=["length", "stop token", "end of sequence"],
+)
+def test_token_0_may_be_the_last(d: Decode, link: RecordingLink, writer: LocalNode, stopping: StoppingParams) -> None:
+    asked = reserve(writer, stopping=stopping)
+    d.tell(link, asked)
+    write(writer, d, grant_of(d, link, key_of(asked)), note(token_id=5))
+    d.until(lambda: not d.stats.transferring, "its pages arrive")
+    assert pages(d) == (PAGES, 0, 0)
+    assert link.outputs == [], "the front door has it from the prefill node, with the same verdict"
+
+
+def test_a_stop_token_ends_the_answer_and_is_named(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    (free,) = running(d, link, writer, reserve(writer, max_new=12))
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    ids = [token.token_id for token in link.tokens(free)]
+    at = next(i for i in range(len(ids)) if ids[i] not in ids[:i] and i >= 2)
+    stopping = StoppingParams(12, stop_token_ids=(ids[at],), ignore_eos=True)
+    (key,) = running(d, link, writer, reserve(writer, stopping=stopping))
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    tokens = link.tokens(key)
+    assert [token.token_id for token in tokens] == ids[: at + 1]
+    assert (tokens[-1].finish, tokens[-1].matched_token) == (FinishReason.STOP, ids[at])
+    assert all(token.finish is None and token.matched_token is None for token in tokens[:-1])
+
+
+def test_an_attempt_goes_on_where_the_last_one_ended(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    (key,) = running(d, link, writer, reserve(writer, prompt=9, max_new=3, first_index=4))
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    assert [token.index for token in link.tokens(key)] == [5, 6]
+
+
+def test_penalties_count_what_was_said_before(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    sampling = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1.0)
+    asked = reserve(writer, prompt=9, max_new=20, first_index=4, sampling=sampling)
+    (key,) = running(d, link, writer, asked)
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    (plain,) = running(d, link, writer, reserve(writer, prompt=9, max_new=20, first_index=4))
+    d.until(lambda: not d.stats.pages_held, "it is decoded")
+    unlike, alike = ([token.token_id for token in link.tokens(one)] for one in (key, plain))
+    assert len(set(unlike)) > len(set(alike))
+
+
+def test_each_link_hears_of_its_own_rooms(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    other = RecordingLink()
+    d.tell(other, LinkUp())
+    (here,) = running(d, link, writer, reserve(writer, max_new=4))
+    (there,) = running(d, other, writer, reserve(writer, max_new=4))
+    d.until(lambda: not d.stats.pages_held, "they are decoded")
+    assert {token.key for output in link.outputs for token in output.tokens} == {here}
+    assert {token.key for output in other.outputs for token in output.tokens} == {there}
+    assert [grant.key for grant in other.of(Grant)] == [there]
+    freed = [heartbeat.stats.pages_free for heartbeat in other.of(Heartbeat)]
+    assert freed[-1] == PAGES, "room that came back is told at once, to all"
+
+
+def test_more_than_fits_waits_in_order(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    asked = [reserve(writer, prompt=20, max_new=4) for _ in range(5)]
+    d.tell(link, *asked)
+    d.turn()
+    assert [grant.key for grant in link.of(Grant)] == [key_of(one) for one in asked[:3]]
+    assert (d.stats.transferring, d.stats.ungranted) == (3, 2)
+    write(writer, d, link.of(Grant)[1], note())
+    d.until(lambda: len(link.of(Grant)) == 4, "the next takes its place")
+    assert link.of(Grant)[3].key == key_of(asked[3])
+
+
+# ---- a pass fails ----
+
+
+def test_a_forward_that_raises_fails_its_rooms_and_no_others(
+    d: Decode, link: RecordingLink, writer: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = running(d, link, writer, reserve(writer), reserve(writer))
+    waits = arriving(d, link, writer, prompt=20, max_new=4)
+    first = [key for key in first if d.stats.running]
+    queued = reserve(writer, prompt=40, max_new=4)
+    d.tell(link, queued)
+    d.turn()
+    assert (d.stats.running, d.stats.transferring, d.stats.ungranted) == (2, 1, 1)
+    forward = d.device.runner.forward
+
+    def fail(batch: ForwardBatch) -> None:
+        raise RuntimeError("a secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(d.device.runner, "forward", fail)
+        d.turn()
+    (incident,) = d.incidents
+    reasons = [report.reason for report in link.of(RoomFailed)]
+    assert failed(link) == [(key, "decoding", False) for key in first]
+    assert reasons == [f"internal error, incident {incident}"] * 2
+    assert all(report.code == "INTERNAL" for report in link.of(RoomFailed))
+    assert pages(d) == (PAGES - 5, 5, 0), "their pages are free, those of the others are not"
+    assert d.failures() == 2
+    assert d.device.runner.forward == forward
+    write(writer, d, grant_of(d, link, waits), note())
+    d.until(lambda: bool(link.tokens(waits)) and link.tokens(waits)[-1].finish is not None, "the others go on")
+    grant_of(d, link, key_of(queued))
+
+
+# ---- out of pages ----
+
+
+def together(d: Decode, link: RecordingLink, writer: LocalNode, rooms: Sequence[tuple[int, int]]) -> list[RoomKey]:
+    """Rooms of (prompt tokens, first index) that decode together."""
+    asked = [reserve(writer, prompt, 12, first_index=first_index) for prompt, first_index in rooms]
+    return running(d, link, writer, *asked)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "order"),
+    [
+        ([(4, 0), (4, 0), (4, 0), (4, 0)], [0, 1, 2]),  # all alike: the first, which is as good as any
+        ([(4, 3), (4, 2), (4, 1), (4, 0)], [3, 2, 1]),  # fewest tokens of the answer, those of earlier attempts too
+        ([(4, 0), (8, 0), (4, 1), (8, 0)], [1, 3, 0]),  # then the longest prompt
+        ([(8, 4), (4, 0), (12, 4), (8, 0)], [3, 1, 2]),  # which is without the answer's part of it
+    ],
+)
+def test_who_gives_way_when_pages_run_out(
+    d: Decode, link: RecordingLink, writer: LocalNode, rooms: list[tuple[int, int]], order: list[int]
+) -> None:
+    held = sum(prompt for prompt, _ in rooms) // PAGE
+    blocker = arriving(d, link, writer, prompt=(PAGES - held - 3) * PAGE, max_new=1)  # leaves three pages to grow
+    keys = together(d, link, writer, rooms)
+    assert pages(d)[0] == 3
+    d.until(lambda: len(failed(link)) == 3, "they give way one after another")
+    assert [keys.index(key) for key, _, _ in failed(link)] == order
+    assert {(phase, retriable) for _, phase, retriable in failed(link)} == {("decoding", True)}
+    assert {report.reason for report in link.of(RoomFailed)} == {"retracted: out of pages"}
+    (last,) = set(keys) - {key for key, _, _ in failed(link)}
+    d.until(lambda: link.tokens(last)[-1].finish is FinishReason.LENGTH, "the last one is done")
+    assert pages(d) == (held + 3, PAGES - held - 3, 0)
+    assert blocker not in [key for key, _, _ in failed(link)]
+    d.tell(link, Abort(blocker, "done"))
+
+
+def test_the_last_one_waits_for_pages_of_others(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    """Pages that arrive, or are fenced, come back: nothing is wrong with the one that needs them."""
+    (key,) = running(d, link, writer, reserve(writer, prompt=20, max_new=24))
+    others = [arriving(d, link, writer, prompt=20, max_new=1)]
+    d.until(lambda: pages(d)[0] == 0 and not d.turn(), "no page is free")
+    said = len(link.tokens(key))
+    assert (d.turn(), d.stats.running, failed(link)) == (False, 1, [])
+    d.tell(link, Abort(others[0], "given up"))
+    assert (d.turn(), len(link.tokens(key))) == (False, said), "fenced pages are not free"
+    d.tell(link, WriterQuiesced(others[0]))
+    d.until(lambda: link.tokens(key)[-1].finish is FinishReason.LENGTH, "it goes on")
+    assert [token.index for token in link.tokens(key)] == list(range(1, 24))
+    assert pages(d) == (PAGES, 0, 0)
+
+
+def test_the_last_one_fails_when_it_has_the_whole_pool(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    """Not admitted by the formula unless it was resumed: there, what fitted at arrival is not refused."""
+    asked = reserve(writer, prompt=(PAGES - 1) * PAGE, max_new=9, first_index=PAGE)
+    (key,) = running(d, link, writer, asked)
+    d.until(lambda: bool(failed(link)), "it fails")
+    assert failed(link) == [(key, "decoding", False)]
+    (report,) = link.of(RoomFailed)
+    assert report.reason == f"out of pages: this node has {PAGES} pages of {PAGE} tokens"
+    assert report.code == "RESOURCE_EXHAUSTED"
+    assert [token.index for token in link.tokens(key)] == [5, 6, 7, 8]
+    assert pages(d) == (PAGES, 0, 0)
+
+
+# ---- rooms end early ----
+
+
+def quiet(d: Decode, link: RecordingLink, key: RoomKey) -> None:
+    """The writer says so, and what was on its way lands."""
+    fenced = d.stats.pages_fenced
+    d.tell(link, WriterQuiesced(key))
+    assert d.stats.pages_fenced == fenced, "the proof alone is not enough"
+    d.until(lambda: d.stats.pages_fenced < fenced, "settled")
+
+
+@pytest.mark.parametrize("ending", ["abort", "link lost"])
+def test_a_queued_room_ends_without_a_trace(
+    d: Decode, link: RecordingLink, writer: LocalNode, ending: str
+) -> None:
+    arriving(d, link, writer, prompt=40, max_new=4)
+    other = RecordingLink()
+    d.tell(other, LinkUp())
+    asked = reserve(writer, prompt=40, max_new=4)
+    d.tell(other, asked)
+    d.turn()
+    assert d.stats.ungranted == 1
+    d.tell(other, Abort(key_of(asked), "x") if ending == "abort" else LinkLost())
+    d.turn()
+    assert d.stats.ungranted == 0
+    assert pages(d) == (PAGES - 10, 10, 0)
+    assert (other.of(Grant), failed(other)) == ([], [])
+
+
+@pytest.mark.parametrize("ending", ["abort", "link lost"])
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_pages_of_an_arriving_room_come_free_when_its_writer_is_quiet(
+    d: Decode, link: RecordingLink, writer: LocalNode, ending: str, sent: int
+) -> None:
+    key = arriving(d, link, writer, prompt=8, max_new=4)
+    other = arriving(d, link, writer, prompt=8, max_new=4)
+    grant = grant_of(d, link, key)
+    writer.sender.open(key, d.agent.identity, grant.pages, lambda: True)
+    if sent:
+        writer.sender.send(key, 0, range(sent))
+        d.until(lambda: bool(writer.sent.of(key)), "a part of it arrives")
+    if ending == "abort":
+        d.tell(link, Abort(key, "x"), Abort(key, "again"))
+        assert pages(d) == (PAGES - 4, 2, 2)
+        quiet(d, link, other)  # of one that is not fenced: nothing yet
+    else:
+        d.tell(link, LinkLost())
+        assert pages(d) == (PAGES - 4, 0, 4)
+    link = RecordingLink()
+    d.tell(link, LinkUp())
+    asked = {report.key: report.writer for report in link.of(RoomFenced)}
+    assert asked == dict.fromkeys([key] if ending == "abort" else [key, other], writer.identity)
+    fenced = set(grant.pages)
+    filler = reserve(writer, prompt=(PAGES - 4) * PAGE, max_new=1)
+    d.tell(link, filler)
+    assert not fenced & set(grant_of(d, link, key_of(filler)).pages), "fenced pages are given to nobody"
+    before = d.stats.pages_fenced
+    d.tell(link, WriterQuiesced(key))
+    assert d.stats.pages_fenced == before
+    d.until(lambda: d.stats.pages_fenced == before - 2, "they come free")
+    d.tell(link, WriterQuiesced(key), WriterQuiesced(RoomKey.new(9)))
+    d.turn()
+    assert d.stats.pages_fenced == before - 2
+    assert failed(link) == []
