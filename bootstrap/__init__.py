@@ -18,8 +18,9 @@ A request's way through it:
                  └► answer             detokenized, searched for stop strings, sent as deltas
 
 A failed attempt (`RoomFailed`, a lost node, a phase too slow) is closed with `Abort` to both nodes and followed by
-another, with a new room, of the prompt and the tokens so far. `front` and everything it calls is synchronous and
-takes its time from a clock; `servicers` and `server` are the shell of sockets and tasks round it.
+another, with a new room, of the prompt and the tokens so far: `outcomes` decides whether, `failures` names the error.
+`fences` sees to it that pages a lost writer may still write to come free. `front` and everything it calls is
+synchronous and takes its time from a clock; `servicers` and `server` are the shell of sockets and tasks round it.
 
 Health (grpc.health.v1): "", kvrelay.v1.Bootstrap and kvrelay.v1.Admin are SERVING while the process listens, since
 nodes and operators wait for that (liveness). kvrelay.v1.Generation is SERVING while at least one prefill and one

@@ -231,6 +231,7 @@ class Attempts:
         request, node = attempt.request, attempt.decode
         assert node is not None
         log.warning("no grant in time", extra={"request_id": request.ask.request_id, "node": str(node.identity)})
+        request.avoid.add(node.node_id)  # whether it hangs or is full: not back and forth between two nodes
         self.close(attempt, HandoffEvent.FAILED, "not granted in time")
         return self.start(request, attempt.since)
 

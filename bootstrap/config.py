@@ -24,7 +24,7 @@ class BootstrapConfig:
     default_max_new_tokens: int = option(512, "length of an answer when a request does not say", unit="tokens", low=1)
     max_queue: int = option(4096, "requests that wait for a decode node, at most; more are refused", low=1)
     max_attempts: int = option(
-        3, "times a request may fail before a token, tried on other nodes where there are any; lost nodes not counted", low=1
+        3, "times a request may fail without a new token; lost nodes are not counted while others serve", low=1
     )
     low_priority_first: bool = option(False, "smaller priority values run first")
     queue_timeout: float = option(60.0, "longest wait from arrival to a decode node's grant", unit="s", low=0.1)

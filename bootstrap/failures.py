@@ -85,12 +85,10 @@ def no_node(role: Role, failure: KVRelayError | None, retry_after: float) -> Una
 
 def outgrown(refusal: InvalidField, failure: KVRelayError | None) -> Overloaded:
     """It has been taken in, and no node that is attached now could ever go on with it."""
-    return Overloaded(
-        f"no attached node has room to go on: {refusal}{_because(failure)}",
-        reason="NO_ROOM_TO_GO_ON",
-        phase=_phase(failure),
-        **refusal.metadata,
-    )
+    message = f"no attached node has room to go on: {refusal}{_because(failure)}"
+    error = Overloaded(message, reason="NO_ROOM_TO_GO_ON", phase=_phase(failure))
+    error.metadata |= refusal.metadata
+    return error
 
 
 def _because(failure: KVRelayError | None) -> str:

@@ -42,6 +42,7 @@ __all__ = ["FrontDoor"]
 
 log = logging.getLogger("kvrelay.bootstrap")
 
+
 class FrontDoor:
     """Requests by id and the nodes that serve them. `changed` is called when a node joins, leaves, serves or drains."""
 
@@ -252,6 +253,13 @@ class FrontDoor:
         self._outcomes.check_integrity()
 
     # ---- consequences ----
+
+    def _counted(self, node: Node, stats: NodeStats) -> None:
+        self._metrics.set_node(node.node_id, node.role, stats)
+        if self.registry.update(node, stats):
+            event = "node serves" if node.serving else "node ceased to serve"
+            log.info(event, extra={"node": str(node.identity), "role": node.role})
+            self._changed()
 
     def _admitted(self, attempt: Attempt, cached_tokens: int) -> None:
         if attempt.state is HandoffState.QUEUED:

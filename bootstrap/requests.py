@@ -118,4 +118,4 @@ class Attempt:
     @property
     def size(self) -> Size:
         new_tokens = self.request.ask.stopping.max_new_tokens - self.first_index
-        return Size(len(self.token_ids), new_tokens, self.first_index)
+        return Size(len(self.token_ids), new_tokens, resumed=self.first_index > 0)

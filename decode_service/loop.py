@@ -155,7 +155,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             case _:
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
 
-    def handling_failed(self, item: Command | ReceiverEvent, incident: str) -> None:
+    def handling_failed(self, link: Link | None, item: Command | ReceiverEvent, incident: str) -> None:
         key = item.reservation.key if isinstance(item, Reserve) else getattr(item, "key", getattr(item, "room", None))
         if isinstance(key, RoomKey) and (room := self._rooms.get(key)) is not None:
             self._fail(room, HandoffState.TRANSFERRING, f"internal error, incident {incident}", retriable=False)
@@ -182,8 +182,11 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         for room in list(self._rooms.values()):
             if room.reservation.writer == identity and room.state is not RoomState.RUNNING:
                 self._fail(room, HandoffState.TRANSFERRING, f"prefill node {identity.node_id} left", retriable=True)
-        # The end of its session does not prove that it writes no more: its pages wait for WriterGone.
-        self._receiver.await_gone(identity)
+        if any(writer == identity for _, writer in self._fence.waiting()):
+            # The end of its session does not prove that it writes no more: these pages wait for WriterGone.
+            self._receiver.await_gone(identity)
+        else:
+            self._agent.remove_peer(identity)
 
     # ---- rooms end ----
 

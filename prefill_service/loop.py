@@ -174,10 +174,13 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             case _:
                 log.warning("not for a prefill node", extra={"command": type(item).__name__})
 
-    def handling_failed(self, item: Command | SenderEvent, incident: str) -> None:
+    def handling_failed(self, link: Link | None, item: Command | SenderEvent, incident: str) -> None:
+        reason = f"internal error, incident {incident}"
         key = item.task.key if isinstance(item, Submit) else getattr(item, "key", getattr(item, "room", None))
-        if isinstance(key, RoomKey):
-            self._fail(key, HandoffState.PREFILLING, f"internal error, incident {incident}", retriable=False)
+        if isinstance(item, Submit) and key not in self._rooms and link is not None:
+            link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
+        elif isinstance(key, RoomKey):
+            self._fail(key, HandoffState.PREFILLING, reason, retriable=False)
 
     def _abort(self, key: RoomKey) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""

@@ -103,6 +103,8 @@ class TransferAgent:
     ):
         """Raises ConfigError when a backend or a transport that is needed is not there."""
         check_ucx_tls(os.environ)
+        # Else a connection to a host that is gone, where nobody refuses it, blocks for a minute inside the lock.
+        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
         _adopt_nixl_logs()
         self.identity = identity
         self.memory = memory

@@ -129,5 +129,7 @@ async def _registration(reports: AsyncIterator[pb.NodeReport]) -> Registration:
             try:
                 return registration_from_wire(message.register)
             except InvalidField as error:
-                raise Refused(str(error), **error.metadata) from error
+                refused = Refused(str(error))
+                refused.metadata = error.metadata
+                raise refused from error
     raise InvalidRequest("a session begins with `register`", reason="NOT_REGISTERED")

@@ -127,7 +127,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
         """Take in one command or one event of a helper thread."""
 
     @abc.abstractmethod
-    def handling_failed(self, item: Command | Event, incident: str) -> None:
+    def handling_failed(self, link: Link | None, item: Command | Event, incident: str) -> None:
         """`handle` raised: end the room that the item is about, if it is about one."""
 
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 incident = secrets.token_hex(6)
                 log.exception("handling failed", extra={"incident": incident, "item": type(item).__name__})
                 if not isinstance(item, LinkUp | LinkLost):
-                    self.handling_failed(item, incident)
+                    self.handling_failed(link, item, incident)
 
     def _dispatch(self, link: Link | None, item: Command | LinkEvent | Event) -> None:
         match item:

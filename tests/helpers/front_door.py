@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
@@ -18,6 +18,7 @@ from engine.core.messages import (
     Heartbeat,
     NodeStats,
     Registration,
+    Report,
     Reserve,
     StepOutput,
     Submit,
@@ -149,8 +150,12 @@ class House:
         self.check()
         return key
 
-    def output(self, node: Node, *tokens: TokenOutput) -> None:
-        self.front.on_output(node, StepOutput(tokens))
+    def output(self, node: Node, *tokens: TokenOutput, **reports: Any) -> None:
+        self.front.on_output(node, StepOutput(tokens, **reports))
+        self.check()
+
+    def report(self, node: Node, report: Report) -> None:
+        self.front.on_report(node, report)
         self.check()
 
     def advance(self, seconds: float, *alive: Node) -> None:
@@ -164,6 +169,10 @@ class House:
     def late(self, kind: str) -> float:
         name = FrontDoorMetric.LATE.metric
         return self.metrics.registry.get_sample_value(name, {"kind": kind}) or 0.0
+
+    def observed(self, metric: FrontDoorMetric, **labels: str) -> float:
+        """How many values a histogram has seen."""
+        return self.metrics.registry.get_sample_value(f"{metric.metric}_count", labels) or 0.0
 
     def check(self) -> None:
         self.front.check_integrity()

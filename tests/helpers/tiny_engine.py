@@ -78,7 +78,7 @@ class TinyEngine(EngineLoop[str]):
         self._take(link, item)
         self.on_handle(item)
 
-    def handling_failed(self, item: Command | str, incident: str) -> None:
+    def handling_failed(self, link: Link | None, item: Command | str, incident: str) -> None:
         self.unhandled.append((item, incident))
 
     def link_up(self, link: Link) -> None:

@@ -94,7 +94,9 @@ class Node:
 
 
 @asynccontextmanager
-async def node(peer: BootstrapPeer, setup: Callable[[Node], None] = lambda _: None, **options: Any) -> AsyncIterator[Node]:
+async def node(
+    peer: BootstrapPeer, setup: Callable[[Node], None] = lambda _: None, **options: Any
+) -> AsyncIterator[Node]:
     one = Node(peer.address, **options)
     setup(one)
     one.start()
@@ -243,9 +245,7 @@ async def test_a_later_order_may_bring_the_deadline_forward(peer: BootstrapPeer)
 
 
 @pytest.mark.parametrize("state", ["busy", "the bootstrap is silent", "a pass hangs"])
-async def test_a_second_signal_leaves_at_once(
-    peer: BootstrapPeer, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_second_signal_leaves_at_once(peer: BootstrapPeer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "STOP_TIMEOUT_S", 0.05)
     go_on, hangs = threading.Event(), threading.Event()
 

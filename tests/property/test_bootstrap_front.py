@@ -7,13 +7,24 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest
-from engine.core.errors import Unavailable
-from engine.core.messages import Abort, Granted, PeerLeft, Reserve, RoomFailed, RoomQuiesced, Submit, WriterQuiesced
+from engine.core.errors import InvalidField, Unavailable
+from engine.core.messages import (
+    Abort,
+    Command,
+    Granted,
+    PeerJoined,
+    Reserve,
+    RoomFailed,
+    RoomFenced,
+    RoomQuiesced,
+    Submit,
+    WriterQuiesced,
+)
 from engine.core.sampling import FinishReason
 from engine.core.types import NodeIdentity, Role, RoomKey
 from tests.helpers.front_door import House, ask, token
@@ -23,16 +34,26 @@ LENGTH = 5  # tokens of every answer
 
 @dataclass
 class Player:
-    """A node as its commands make it. Prefill: rooms it may write. Decode: rooms whose pages it keeps."""
+    """A process as its commands make it, attached or not. Commands that came over a session that ended are lost."""
 
-    node: Node
-    read: int = 0  # commands taken in
-    first_index: dict[RoomKey, int] = field(default_factory=dict)  # submitted, or reserved
-    writable: set[RoomKey] = field(default_factory=set)  # prefill: granted, and not quiesced
+    identity: NodeIdentity
+    role: Role
+    node: Node | None = None  # None: between two sessions
+    read: int = 0  # commands taken in, of this session
+    first_index: dict[RoomKey, int] = field(default_factory=dict)  # submitted, or reserved; not over
+    writing: set[RoomKey] = field(default_factory=set)  # prefill: granted, and writes may be in progress
+    to_answer: set[RoomKey] = field(default_factory=set)  # prefill: aborted, to be answered when quiet
     writers: dict[RoomKey, NodeIdentity] = field(default_factory=dict)  # decode
     made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted; next index
     quiet: set[RoomKey] = field(default_factory=set)  # decode: the writer is done
     fenced: set[RoomKey] = field(default_factory=set)  # decode: ended, the writer may still write
+
+    def end(self, key: RoomKey) -> None:
+        """An attempt is over. On a decode node, pages that were granted and may still be written to are fenced."""
+        if key in self.made and key not in self.quiet:
+            self.fenced.add(key)
+        self.first_index.pop(key, None)
+        self.made.pop(key, None)
 
 
 class FrontDoorMachine(RuleBasedStateMachine):
@@ -45,25 +66,47 @@ class FrontDoorMachine(RuleBasedStateMachine):
 
     # ---- events ----
 
-    @rule(role=st.sampled_from(Role), number=st.integers(1, 2))
-    def join(self, role: Role, number: int) -> None:
+    @initialize(requests=st.integers(1, 3))
+    def begin(self, requests: int) -> None:
+        """Something to break."""
+        for role in Role:
+            for number in (1, 2):
+                self.join(role, number, 100)
+        for _ in range(requests):
+            self.submit(None)
+
+    @rule(role=st.sampled_from(Role), number=st.integers(1, 2), pages=st.sampled_from([4, 100]))
+    def join(self, role: Role, number: int, pages: int) -> None:
+        """A new process, which takes the place of one with that name."""
         self.counter += 1
-        old = self.house.front.registry.get(f"{role}-{number}")
-        if old is not None:
-            self.players.pop(old.identity)
-        node = self.house.join(role, f"{role}-{number}", incarnation=str(self.counter))
-        self.players[node.identity] = Player(node)
+        node_id = f"{role}-{number}"
+        for old in [player for player in self.players.values() if player.identity.node_id == node_id]:
+            self._dies(old)
+        identity = NodeIdentity(node_id, str(self.counter))
+        self.players[identity] = player = Player(identity, role)
+        self._attach(player, pages)
 
     @precondition(lambda self: self.players)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        player = self.players.pop(data.draw(st.sampled_from(sorted(self.players, key=str))))
-        self.house.front.leave(player.node, "gone")
+    @rule(data=st.data(), dies=st.booleans())
+    def leave(self, data: st.DataObject, dies: bool) -> None:
+        """A process ends, or only its session does. Or that session is there again."""
+        player = self.players[data.draw(st.sampled_from(sorted(self.players, key=str)))]
+        if dies:
+            self._dies(player)
+        if player.node is None:
+            if not dies:
+                self._attach(player)
+            return
+        self.house.front.leave(player.node, "its session ended")
+        player.node = None
+        for key in tuple(player.first_index):
+            player.end(key)
+        player.to_answer.clear()  # of rooms that it still writes to, nobody hears when it is quiet
 
     @rule(priority=st.none() | st.integers(-1, 1))
     def submit(self, priority: int | None) -> None:
         self.counter += 1
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(Unavailable, InvalidField):
             request = self.house.submit(ask(f"r{self.counter}", max_new_tokens=LENGTH, priority=priority))
             self.requests[request] = []
 
@@ -73,15 +116,15 @@ class FrontDoorMachine(RuleBasedStateMachine):
         if choices:
             player, key = data.draw(st.sampled_from(choices))
             player.made[key] = player.first_index[key] + 1
-            self.house.grant(player.node, key)
+            self.house.grant(_node(player), key)
 
     @rule(data=st.data())
     def prefill_token(self, data: st.DataObject) -> None:
-        choices = [(p, key) for p in self._of(Role.PREFILL) for key in p.first_index if key in p.writable]
+        choices = [(p, key) for p in self._of(Role.PREFILL) for key in p.first_index if key in p.writing]
         if choices:
             player, key = data.draw(st.sampled_from(choices))
             index = player.first_index.pop(key)
-            self.house.output(player.node, token(key, index, FinishReason.LENGTH if index == LENGTH - 1 else None))
+            self.house.output(_node(player), token(key, index, FinishReason.LENGTH if index == LENGTH - 1 else None))
 
     @rule(data=st.data())
     def decode_token(self, data: st.DataObject) -> None:
@@ -92,24 +135,25 @@ class FrontDoorMachine(RuleBasedStateMachine):
             player.made[key] += 1
             last = index == LENGTH - 1
             if last:
-                _drop(player, key)
-            self.house.output(player.node, token(key, index, FinishReason.LENGTH if last else None))
+                player.made.pop(key)
+                player.first_index.pop(key)
+            self.house.output(_node(player), token(key, index, FinishReason.LENGTH if last else None))
 
     @rule(data=st.data(), retracted=st.booleans())
     def room_failed(self, data: st.DataObject, retracted: bool) -> None:
         choices = [(p, key) for p in self.players.values() for key in p.first_index]
         if choices:
             player, key = data.draw(st.sampled_from(choices))
+            player.end(key)
             reason = "retracted" if retracted else "broken"
-            self.house.front.on_report(player.node, RoomFailed(key, "transferring", reason))
+            self.house.report(_node(player), RoomFailed(key, "transferring", reason))
 
     @rule(data=st.data())
     def quiesced(self, data: st.DataObject) -> None:
-        choices = [(p, key) for p in self._of(Role.PREFILL) for key in sorted(p.writable, key=str)]
+        """A writer has nothing in progress any more, whether or not it can say so."""
+        choices = [(p, key) for p in self.players.values() for key in sorted(p.writing, key=str)]
         if choices:
-            player, key = data.draw(st.sampled_from(choices))
-            player.writable.discard(key)
-            self.house.front.on_report(player.node, RoomQuiesced(key))
+            self._falls_silent(*data.draw(st.sampled_from(choices)))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -117,11 +161,11 @@ class FrontDoorMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(list(self.requests)))
         self.house.front.stop(request, FinishReason.ABORT, "gone")
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.6, 5.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
         self.house.clock.advance(seconds)
-        for player in self.players.values():
-            player.node.heard = self.house.clock()
+        for node in self.house.front.registry.nodes():
+            node.heard = self.house.clock()
         self.house.front.tick()
 
     # ---- what must hold ----
@@ -139,63 +183,91 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 del self.requests[request]
 
     def teardown(self) -> None:
-        """Clients give up and writers fall silent: no page is fenced. Nodes leave: nothing is remembered of them."""
+        """Sessions are there again, clients give up, writers fall silent: then no page is fenced."""
         front = self.house.front
+        for player in self.players.values():
+            if player.node is None:
+                self._attach(player)
         for request in self.requests:
             front.stop(request, FinishReason.ABORT, "gone")
-        for player in self._of(Role.PREFILL):
+        for player in (*self._of(Role.DECODE), *self._of(Role.PREFILL)):
             self._read_commands(player)
-            for key in player.writable:
-                front.on_report(player.node, RoomQuiesced(key))
-            player.writable.clear()
+        for player in self._of(Role.PREFILL):
+            for key in tuple(player.writing):
+                self._falls_silent(player, key)
         for player in self._of(Role.DECODE):
             self._read_commands(player)
             assert not player.fenced
             assert not player.made, "a room nobody ended"
         for player in self.players.values():
-            front.leave(player.node, "gone")
+            front.leave(_node(player), "gone")
         assert not front.requests
         self.house.check()
 
     # ---- the nodes' part ----
 
     def _of(self, role: Role) -> list[Player]:
-        return [player for player in self.players.values() if player.node.role is role]
+        return [player for player in self.players.values() if player.role is role and player.node is not None]
+
+    def _attach(self, player: Player, pages: int = 100) -> None:
+        name, incarnation = player.identity.node_id, player.identity.incarnation
+        player.node = self.house.join(player.role, name, incarnation=incarnation, num_pages=pages)
+        player.read = 0
+        for key in player.fenced:
+            self.house.report(player.node, RoomFenced(key, player.writers[key]))
+
+    def _dies(self, player: Player) -> None:
+        """Decode nodes learn from their transfer layer that this process writes no more."""
+        del self.players[player.identity]
+        for other in self.players.values():
+            other.fenced -= {key for key in other.fenced if other.writers[key] == player.identity}
+
+    def _falls_silent(self, player: Player, key: RoomKey) -> None:
+        player.writing.discard(key)
+        if player.node is not None and (key in player.to_answer or key in player.first_index):
+            player.to_answer.discard(key)
+            self.house.report(player.node, RoomQuiesced(key))
 
     def _read_commands(self, player: Player) -> None:
+        if player.node is None:
+            return
         sent = self.house.links[player.node].sent
-        for command in sent[player.read :]:
-            match command:
-                case Submit(task):
-                    player.first_index[task.key] = task.first_index
-                case Granted(key):
-                    player.writable.add(key)
-                case Reserve(reservation):
-                    player.first_index[reservation.key] = reservation.first_index
-                    player.writers[reservation.key] = reservation.writer
-                case Abort(key):
-                    if key in player.first_index and key in player.writers and key not in player.quiet:
-                        player.fenced.add(key)
-                    player.first_index.pop(key, None)
-                    player.made.pop(key, None)
-                case WriterQuiesced(key):
-                    player.quiet.add(key)
-                    player.fenced.discard(key)
-                case PeerLeft(identity):
-                    player.fenced -= {key for key in player.fenced if player.writers[key] == identity}
-        player.read = len(sent)
-        if player.node.role is Role.DECODE:
-            for key in player.fenced:
+        while player.read < len(sent):
+            command = sent[player.read]
+            player.read += 1
+            self._obey(player, player.node, command)
+
+    def _obey(self, player: Player, node: Node, command: Command) -> None:
+        match command:
+            case Submit(task):
+                player.first_index[task.key] = task.first_index
+            case Granted(key):
+                if key in player.first_index:
+                    player.writing.add(key)
+            case Reserve(reservation):
+                player.first_index[reservation.key] = reservation.first_index
+                player.writers[reservation.key] = reservation.writer
+            case Abort(key):
+                player.end(key)
+                if player.role is Role.PREFILL and key in player.writing:
+                    player.to_answer.add(key)
+                elif player.role is Role.PREFILL:
+                    self.house.report(node, RoomQuiesced(key))
+            case WriterQuiesced(key):
+                player.quiet.add(key)
+                player.fenced.discard(key)
                 writer = self.players.get(player.writers[key])
-                assert writer is not None, "a page is fenced for a writer that is gone"
-                self._read_commands(writer)
-                assert key in writer.writable, "a page is fenced for a writer that will say no more"
+                assert writer is None or key not in writer.writing, "a page came free that is written to"
+            case PeerJoined(peer):
+                for key in player.fenced:
+                    if player.writers[key] == peer.identity:
+                        self.house.report(node, RoomFenced(key, peer.identity))
 
 
-def _drop(player: Player, key: RoomKey) -> None:
-    player.made.pop(key)
-    player.first_index.pop(key)
+def _node(player: Player) -> Node:
+    assert player.node is not None
+    return player.node
 
 
-FrontDoorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+FrontDoorMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestFrontDoor = FrontDoorMachine.TestCase

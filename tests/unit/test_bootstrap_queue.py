@@ -38,6 +38,19 @@ def test_an_attempt_counts_until_it_is_granted() -> None:
     assert entry not in queue
 
 
+def test_an_attempt_whose_grant_is_overdue_waits_again_in_its_place() -> None:
+    queue, entries = BootstrapQueue(), [attempt(1), attempt(2), attempt(3)]
+    for entry in entries:
+        queue.push(entry)
+    entries[1].decode = Node(registration(Role.DECODE), RecordingLink(), 0.0)
+    queue.asked(entries[1])
+    queue.overdue(entries[1])
+    queue.check_integrity()
+    assert list(queue.waiting()) == entries
+    queue.discard(entries[1])
+    assert len(queue) == 2
+
+
 def test_an_attempt_that_ends_while_it_waits() -> None:
     queue, first, second = BootstrapQueue(), attempt(1), attempt(2)
     queue.push(first)

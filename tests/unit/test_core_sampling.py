@@ -54,7 +54,12 @@ def test_values_beyond_it_are_refused_with_field_value_and_limit(name: str, valu
 
 @pytest.mark.parametrize(
     ("change", "needed"),
-    [({}, False), ({"repetition_penalty": 1.1}, True), ({"presence_penalty": -1}, True), ({"frequency_penalty": 1}, True)],
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -1}, True),
+        ({"frequency_penalty": 1}, True),
+    ],
 )
 def test_only_penalties_need_the_tokens_so_far(change: dict[str, float], needed: bool) -> None:
     assert SamplingParams(**change).needs_history is needed  # type: ignore[arg-type]

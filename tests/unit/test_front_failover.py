@@ -7,7 +7,15 @@ import pytest
 from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest
-from engine.core.errors import DeadlineExceeded, KVRelayError, NotFound, Refused, Unavailable
+from engine.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVRelayError,
+    NotFound,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
 from engine.core.messages import Abort, Drain, Heartbeat, NodeStats, PeerLeft, RoomFailed, RoomQuiesced, WriterQuiesced
 from engine.core.sampling import FinishReason
 from engine.core.types import Role, RoomKey
@@ -159,6 +167,92 @@ def test_a_room_that_no_other_node_can_save(house: House) -> None:
     assert request.error is not None
     assert request.error.code == KVRelayError.code
     assert request.attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", InvalidRequest),
+        ("RESOURCE_EXHAUSTED", Overloaded),
+        ("FAILED_PRECONDITION", Refused),
+        ("INTERNAL", KVRelayError),
+        ("NO_SUCH_CODE", KVRelayError),
+    ],
+)
+def test_a_room_that_no_other_node_can_save_ends_with_the_status_it_names(
+    house: House, code: str, kind: type[KVRelayError]
+) -> None:
+    request = house.submit(ask())
+    prefill, _ = parts(request)
+    house.report(prefill, RoomFailed(key_of(request), "queued", "no priorities here", retriable=False, code=code))
+    assert type(request.error) is kind
+    assert request.error is not None
+    assert (request.error.reason, request.error.metadata["phase"]) == ("ROOM_FAILED", "queued")
+    assert "no priorities here" in str(request.error)
+
+
+def test_lost_nodes_do_not_use_up_a_request(house: House) -> None:
+    """Three deaths, each before a token; others serve all the while."""
+    request = house.submit(ask())
+    for number in range(4):
+        prefill, decode = parts(request)
+        house.grant(decode, key_of(request))
+        house.front.leave(prefill, "died")
+        house.check()
+        house.join(Role.PREFILL, prefill.node_id, incarnation=str(number + 2))
+    assert request.error is None
+    assert finish(house, request) == [0, 1, 2, 3]
+
+
+def test_nor_do_attempts_that_made_a_token(house: House) -> None:
+    request = house.submit(ask(max_new_tokens=8))
+    for index in range(6):
+        prefill, decode = parts(request)
+        key = house.grant(decode, key_of(request))
+        house.output(prefill, token(key, index))
+        house.report(decode, RoomFailed(key, "transferring", "checksum"))
+    assert request.failures == 0
+    assert finish(house, request)[-1] == 7
+
+
+def test_but_a_request_that_takes_node_after_node_down_ends(house: House) -> None:
+    request = house.submit(ask(max_new_tokens=100))
+    lost = 0
+    while not request.ended:
+        prefill, decode = parts(request)
+        key = house.grant(decode, key_of(request))
+        house.output(prefill, token(key, len(request.output)))
+        house.front.leave(decode, "died")
+        lost += 1
+        house.join(Role.DECODE, decode.node_id, incarnation=str(lost + 1))
+    assert isinstance(request.error, Unavailable)
+    assert request.error.reason == "NODE_LOST"
+    assert lost == 16
+
+
+def test_a_lone_node_that_dies_again_and_again_is_given_up() -> None:
+    house = House()
+    house.join(Role.PREFILL)
+    decode = house.join(Role.DECODE)
+    request = house.submit(ask())
+    for number in range(3):
+        assert not request.ended
+        house.grant(decode, key_of(request))
+        house.front.leave(decode, "died")
+        decode = house.join(Role.DECODE, incarnation=str(number + 2))
+    assert isinstance(request.error, Unavailable)
+
+
+def test_retractions_without_a_token_do_not_go_on_for_ever() -> None:
+    house = House()
+    house.join(Role.PREFILL)
+    decode = house.join(Role.DECODE)
+    request = house.submit(ask())
+    for _ in range(3):
+        assert not request.ended
+        house.grant(decode, key_of(request))
+        house.report(decode, RoomFailed(key_of(request), "decoding", "retracted: out of pages"))
+    assert request.ended
 
 
 def test_retraction_is_no_failure() -> None:

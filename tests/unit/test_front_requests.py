@@ -6,22 +6,24 @@ import pytest
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
+from bootstrap.requests import Phase
 from engine.core.errors import AlreadyExists, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
+from engine.core.handoff import HandoffState
 from engine.core.messages import (
     Abort,
+    AdmitReport,
     DecodeReport,
     Heartbeat,
     NodeStats,
     PrefillReport,
     RelayReport,
-    RoomQuiesced,
-    StepOutput,
-    WriterQuiesced,
+    RoomFailed,
 )
+from engine.core.metrics import FrontDoorMetric
 from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason, SamplingParams
 from engine.core.types import Role
-from tests.helpers.front_door import House, ask, token
+from tests.helpers.front_door import SERVING, House, ask, token
 
 FULL = NodeStats(pages_total=100, pages_held=100, head_room=0, running=3, serving=True)
 
@@ -108,6 +110,18 @@ def test_a_node_cannot_speak_for_a_room_that_is_not_its_own(house: House, prefil
     assert house.late("token") == 1
 
 
+def test_a_node_that_has_left_says_nothing_more(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask())
+    key = house.grant(decode)
+    house.front.leave(decode, "gone")
+    house.report(decode, Heartbeat(SERVING))
+    house.report(decode, RoomFailed(key, "decoding", "late"))
+    house.output(decode, token(key, 1))
+    assert 'node="decode"' not in house.metrics.expose(), "no gauge of a node that is not there"
+    assert house.late("room_failed") == house.late("token") == 0
+    assert request.attempts == 2
+
+
 def test_a_token_of_a_room_that_was_never_granted(house: House, prefill: Node, decode: Node) -> None:
     request = house.submit(ask())
     house.output(prefill, token(house.submitted(prefill)[0].task.key, 0))
@@ -118,19 +132,62 @@ def test_timing_is_summed_from_here_and_from_reports(house: House, prefill: Node
     request = house.submit(ask())
     house.clock.advance(0.5)
     key = house.grant(decode)
+    house.output(prefill, admitted=(AdmitReport(key, cached_tokens=8),))
     house.clock.advance(1.0)
-    report = PrefillReport(key, cached_tokens=8, chunks=1, prefill_wait=0.2, prefill=0.7)
-    house.front.on_output(prefill, StepOutput((token(key, 0),), prefilled=(report,)))
-    house.front.on_output(prefill, StepOutput(relayed=(RelayReport(key, 3072, 0.25),)))
+    report = PrefillReport(key, chunks=1, prefill_wait=0.2, prefill=0.7)
+    house.output(prefill, token(key, 0), prefilled=(report,))
+    house.output(prefill, relayed=(RelayReport(key, 3072, 0.25),))
+    house.clock.advance(0.25)
+    house.output(decode, token(key, 1), decoded=(DecodeReport(key, handoff=0.1),))
     house.clock.advance(2.0)
-    last = token(key, 1, FinishReason.LENGTH)
-    house.front.on_output(decode, StepOutput((last,), decoded=(DecodeReport(key, handoff=0.1, decode=1.9),)))
+    house.output(decode, token(key, 2, FinishReason.LENGTH))
     timing = request.timing
-    assert (timing.queue, timing.grant_wait, timing.first_token, timing.total) == (0.0, 0.5, 1.5, 3.5)
-    assert (timing.prefill_wait, timing.prefill, timing.handoff, timing.decode) == (0.2, 0.7, 0.1, 1.9)
+    assert timing.phases == {
+        Phase.QUEUE: 0.0,
+        Phase.GRANT_WAIT: 0.5,
+        Phase.PREFILL_WAIT: 0.2,
+        Phase.PREFILL: 0.7,
+        Phase.HANDOFF: 0.1,
+        Phase.DECODE: 2.0,
+    }
+    assert (timing.first_token, timing.total) == (1.5, 3.75)
     assert (timing.relayed_bytes, timing.relay) == (3072, 0.25)
     assert request.cached_tokens == 8
-    house.check()
+
+
+def test_an_answer_ended_by_a_stop_string_has_its_times_too(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask(max_new_tokens=50))
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0), prefilled=(PrefillReport(key, 1, 0.2, 0.7),))
+    house.output(decode, token(key, 1), decoded=(DecodeReport(key, handoff=0.1),))
+    house.clock.advance(2.0)
+    house.output(decode, token(key, 2))
+    house.clock.advance(0.1)
+    house.front.stop(request, FinishReason.STOP, "stop string")
+    assert (request.timing.phases[Phase.HANDOFF], request.timing.phases[Phase.DECODE]) == (0.1, 2.0)
+    assert house.observed(FrontDoorMetric.PHASE, phase="decode") == 1
+
+
+def test_what_is_not_known_is_not_observed(house: House, prefill: Node, decode: Node) -> None:
+    house.submit(ask())
+    key = house.grant(decode)
+    house.output(prefill, token(key, 0, FinishReason.LENGTH))
+    seen = {phase: house.observed(FrontDoorMetric.PHASE, phase=phase) for phase in Phase}
+    assert {phase for phase, count in seen.items() if count} == {Phase.QUEUE, Phase.GRANT_WAIT}
+
+
+def test_admission_is_a_phase_of_its_own_and_known_at_once(house: House, prefill: Node, decode: Node) -> None:
+    woken: list[None] = []
+    request = house.front.submit(ask(), lambda: woken.append(None))
+    key = house.reserved(decode)[0].reservation.key
+    house.output(prefill, admitted=(AdmitReport(key, 8),))
+    assert request.cached_tokens is None, "it was not granted yet: that node is wrong"
+    assert house.late("admit_report") == 1
+    house.grant(decode)
+    house.output(prefill, admitted=(AdmitReport(key, 8),))
+    assert request.state is HandoffState.PREFILLING
+    assert request.cached_tokens == 8
+    assert woken
 
 
 def test_penalties_need_the_history(house: House, prefill: Node, decode: Node) -> None:
@@ -211,68 +268,6 @@ def test_nothing_is_taken_in_while_shutting_down(house: House, prefill: Node, de
     assert house.links[prefill].of(Abort)
 
 
-# ---- the wait for a decode node ----
-
-
-def test_a_decode_node_is_asked_only_when_it_has_room(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    house.submit(ask())
-    assert house.submitted(prefill), "the prefill node sees the request at once"
-    assert not house.reserved(decode)
-    house.advance(0.1)
-    house.front.on_report(decode, _heartbeat(head_room=19))
-    assert not house.reserved(decode), "12 tokens of pages and 8 reserved are more than 19"
-    house.front.on_report(decode, _heartbeat(head_room=20))
-    assert house.reserved(decode)
-
-
-def test_reservations_not_yet_granted_count_against_the_room(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    house.submit(ask("r1"))
-    house.submit(ask("r2"))
-    house.front.on_report(decode, _heartbeat(head_room=39))
-    assert len(house.reserved(decode)) == 1
-    house.grant(decode, head_room=20)
-    assert len(house.reserved(decode)) == 2
-
-
-def test_the_queue_goes_by_priority_then_arrival(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    for name, priority in (("none", None), ("low", 1), ("high", 5), ("high2", 5)):
-        house.submit(ask(name, priority=priority))
-    house.front.on_report(decode, _heartbeat(head_room=1000))
-    assert [r.reservation.request_id for r in house.reserved(decode)] == ["high", "high2", "low", "none"]
-
-
-def test_low_priority_first_on_request() -> None:
-    house = House(BootstrapConfig(low_priority_first=True))
-    house.join(Role.PREFILL)
-    decode = house.join(Role.DECODE, stats=FULL)
-    for name, priority in (("none", None), ("high", 5), ("low", 1)):
-        house.submit(ask(name, priority=priority))
-    house.front.on_report(decode, _heartbeat(head_room=1000))
-    assert [r.reservation.request_id for r in house.reserved(decode)] == ["low", "high", "none"]
-
-
-def test_a_large_request_at_the_head_is_not_overtaken(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    house.submit(ask("large", range(100)))
-    house.submit(ask("small", range(4)))
-    house.front.on_report(decode, _heartbeat(head_room=50))
-    assert not house.reserved(decode)
-
-
-def test_waiting_too_long_for_a_decode_node(house: House, prefill: Node) -> None:
-    decode = house.join(Role.DECODE, stats=FULL)
-    request = house.submit(ask())
-    for _ in range(60):
-        house.advance(1.0, prefill, decode)
-    assert isinstance(request.error, DeadlineExceeded)
-    assert request.error.metadata["phase"] == "queued"
-    assert request.error.retry_after is not None
-    assert house.links[prefill].of(Abort)
-
-
 # ---- ends that a client brings about ----
 
 
@@ -295,37 +290,3 @@ def test_the_clients_deadline_ends_it_everywhere(house: House, prefill: Node, de
     assert request.error.metadata["phase"] == "reserved"
     assert house.links[prefill].of(Abort)
     assert house.links[decode].of(Abort)
-
-
-# ---- the writer's last word ----
-
-
-def test_quiesced_is_relayed_while_live_and_long_after(house: House, prefill: Node, decode: Node) -> None:
-    request = house.submit(ask())
-    key = house.grant(decode)
-    house.front.stop(request, FinishReason.ABORT, "enough")
-    house.advance(1.0, prefill, decode)
-    assert not house.links[decode].of(WriterQuiesced)
-    house.front.on_report(prefill, RoomQuiesced(key))
-    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(key)]
-    house.front.on_report(prefill, RoomQuiesced(key))
-    assert len(house.links[decode].of(WriterQuiesced)) == 1
-
-
-def test_a_writer_that_was_done_already_is_not_waited_for(house: House, prefill: Node, decode: Node) -> None:
-    request = house.submit(ask())
-    key = house.grant(decode)
-    house.front.on_report(prefill, RoomQuiesced(key))
-    house.front.stop(request, FinishReason.ABORT, "enough")
-    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(key)]
-
-
-def test_a_writer_that_never_learned_the_address_is_done(house: House, prefill: Node, decode: Node) -> None:
-    request = house.submit(ask())
-    key = house.reserved(decode)[0].reservation.key
-    house.front.stop(request, FinishReason.ABORT, "enough")
-    assert house.links[decode].sent[-2:] == [Abort(key, "enough"), WriterQuiesced(key)]
-
-
-def _heartbeat(head_room: int) -> Heartbeat:
-    return Heartbeat(NodeStats(pages_total=100, pages_held=50, head_room=head_room, running=1, serving=True))

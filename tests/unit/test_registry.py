@@ -8,7 +8,7 @@ import pytest
 
 from bootstrap.registry import Node, Registry
 from engine.core.clock import ManualClock
-from engine.core.errors import InvalidField, Refused
+from engine.core.errors import Refused
 from engine.core.messages import CacheDelta, NodeStats, PeerJoined, PeerLeft, Registration
 from engine.core.types import Role
 from tests.helpers.front_door import FINGERPRINT, MODEL, SERVING, RecordingLink, registration
@@ -59,10 +59,19 @@ def test_a_pool_that_is_not_made_of_such_pages(registry: Registry) -> None:
     assert refused.value.metadata["field"] == "memory.page_bytes"
 
 
-@pytest.mark.parametrize("change", [{"page_size": 0}, {"num_pages": 0}, {"max_context": 0}, {"dtype": "int3"}])
-def test_numbers_no_node_can_have(registry: Registry, change: dict[str, object]) -> None:
-    with pytest.raises(InvalidField):
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"page_size": 0}, "layout.page_size"),
+        ({"num_pages": 0}, "memory.num_pages"),
+        ({"max_context": 0}, "max_context"),
+        ({"dtype": "int3"}, "layout.dtype"),
+    ],
+)
+def test_numbers_no_node_can_have(registry: Registry, change: dict[str, object], field: str) -> None:
+    with pytest.raises(Refused) as refused:
         registry.check(registration(Role.PREFILL, **change))  # type: ignore[arg-type]
+    assert refused.value.metadata["field"] == field
 
 
 def test_the_first_node_fixes_the_layout_and_the_last_one_takes_it_away(registry: Registry) -> None:

@@ -33,7 +33,7 @@ def chosen(*nodes: PrefillView, routing_key: str = "") -> str:
 
 def test_no_node() -> None:
     assert choose_prefill([], 10, (), PAGE) is None
-    assert choose_decode([], 10) is None
+    assert choose_decode([]) is None
 
 
 def test_cached_pages_are_found_by_binary_search() -> None:
@@ -87,26 +87,32 @@ def test_a_routing_key_gives_way_to_the_guard() -> None:
     assert chosen(*crowded, routing_key="k") != home
 
 
-def decode(node_id: str, room: int, *, rows: int | None = None, idle: bool = False, last: int = 0) -> DecodeView:
-    return DecodeView(node_id, room, rows, idle, last)
+def decode(
+    node_id: str, room: int, *, required: int = 50, rows: int | None = None, idle: bool = False, last: int = 0
+) -> DecodeView:
+    return DecodeView(node_id, room, required, rows, idle, last)
+
+
+def chosen_decode(*nodes: DecodeView) -> str | None:
+    view = choose_decode(nodes)
+    return view.node_id if view else None
 
 
 def test_decode_goes_to_most_head_room() -> None:
-    view = choose_decode([decode("a", 100), decode("b", 300), decode("c", 200)], 50)
-    assert view is not None
-    assert view.node_id == "b"
+    assert chosen_decode(decode("a", 100), decode("b", 300), decode("c", 200)) == "b"
 
 
 def test_decode_waits_when_no_node_has_room() -> None:
-    assert choose_decode([decode("a", 49), decode("b", 300, rows=0)], 50) is None
+    assert chosen_decode(decode("a", 49), decode("b", 300, rows=0)) is None
+
+
+def test_what_a_request_requires_may_differ_from_node_to_node() -> None:
+    assert chosen_decode(decode("a", 100, required=101), decode("b", 60)) == "b"
 
 
 def test_an_idle_decode_node_may_always_be_asked() -> None:
-    view = choose_decode([decode("a", 10, idle=True)], 50)
-    assert view is not None
+    assert chosen_decode(decode("a", 10, idle=True)) == "a"
 
 
 def test_equal_decode_nodes_take_turns() -> None:
-    view = choose_decode([decode("a", 100, last=5), decode("b", 100, last=2)], 50)
-    assert view is not None
-    assert view.node_id == "b"
+    assert chosen_decode(decode("a", 100, last=5), decode("b", 100, last=2)) == "b"
