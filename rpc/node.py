@@ -15,21 +15,50 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
+import uvloop
+
 from engine.core.errors import Refused
+from engine.core.logs import setup_logging
 from engine.core.loop import EngineLoop
 from engine.core.messages import Drained, NodeStats, Registration
+from engine.core.metrics import Metrics, NodeMetric, serve_metrics
 from engine.core.node_config import NodeConfig
+from engine.core.types import NodeIdentity, Role
 from rpc.server import RpcServer
 from rpc.session import Session, end
 
-__all__ = ["run_node"]
+__all__ = ["run_node", "serve_node"]
 
 log = logging.getLogger("kvrelay.node")
 
 WATCH_S = 0.1
 GOODBYE_S = 2.0  # for the last report to be read
+
+
+def serve_node(
+    role: Role,
+    config: NodeConfig,
+    build: Callable[[NodeIdentity, Metrics, ExitStack], tuple[EngineLoop[Any], Registration]],
+) -> int:
+    """Run a node's process; returns its exit code. Raises ConfigError when it cannot start.
+
+    `build` makes the engine; what must be closed at the end it enters into the stack.
+    """
+    identity = NodeIdentity.new(config.name(role))
+    setup_logging(config.logs, role=role, node=identity.node_id)
+    metrics = Metrics(NodeMetric)
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(closing(serve_metrics(metrics, config.metrics_listen)))
+        log.info("metrics", extra={"port": endpoint.port})
+        engine, registration = build(identity, metrics, stack)
+
+        def observe(stats: NodeStats) -> None:
+            metrics.set_node(identity.node_id, role, stats)
+
+        return uvloop.run(run_node(engine, registration, config, observe))
 
 
 async def run_node(

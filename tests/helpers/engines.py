@@ -106,12 +106,16 @@ class Driven(Generic[E]):
 
 
 @contextmanager
-def decode_engine(num_pages: int, **options: Any) -> Iterator[Driven[DecodeEngine]]:
-    """`options` are those of DecodeOptions; nothing is reserved unless they say so."""
+def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: Any) -> Iterator[Driven[DecodeEngine]]:
+    """`options` are those of DecodeOptions; nothing is reserved unless they say so. Settling may take less time, as
+    between two nodes of one process there are no buffers for anything to lie in.
+    """
     device = tiny_device(num_pages)
     agent = TransferAgent(NodeIdentity.new("d"), device.memory)
     config = DecodeConfig(NodeConfig(), DecodeOptions(**({"reserved_decode_tokens": 0} | options)))
     engine = DecodeEngine(device, config, agent, Metrics(NodeMetric))
+    if settle_s is not None:
+        engine._receiver._settle = settle_s
     engine._receiver.start()
     try:
         engine.warm_up()

@@ -41,7 +41,7 @@ class Player:
     node: Node | None = None  # None: between two sessions
     read: int = 0  # commands taken in, of this session
     first_index: dict[RoomKey, int] = field(default_factory=dict)  # submitted, or reserved; not over
-    writing: set[RoomKey] = field(default_factory=set)  # prefill: granted, and writes may be in progress
+    writing: dict[RoomKey, None] = field(default_factory=dict)  # prefill: granted, and writes may be in progress
     to_answer: set[RoomKey] = field(default_factory=set)  # prefill: aborted, to be answered when quiet
     writers: dict[RoomKey, NodeIdentity] = field(default_factory=dict)  # decode
     made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted; next index
@@ -75,33 +75,42 @@ class FrontDoorMachine(RuleBasedStateMachine):
         for _ in range(requests):
             self.submit(None)
 
-    @rule(role=st.sampled_from(Role), number=st.integers(1, 2), pages=st.sampled_from([4, 100]))
     def join(self, role: Role, number: int, pages: int) -> None:
         """A new process, which takes the place of one with that name."""
         self.counter += 1
-        node_id = f"{role}-{number}"
-        for old in [player for player in self.players.values() if player.identity.node_id == node_id]:
-            self._dies(old)
-        identity = NodeIdentity(node_id, str(self.counter))
+        identity = NodeIdentity(f"{role}-{number}", str(self.counter))
+        for old in [player for player in self.players if player.node_id == identity.node_id]:
+            del self.players[old]
         self.players[identity] = player = Player(identity, role)
         self._attach(player, pages)
 
+    @precondition(lambda self: len(self.players) < 4)
+    @rule(data=st.data(), pages=st.sampled_from([4, 100]))
+    def start_process(self, data: st.DataObject, pages: int) -> None:
+        names = {player.node_id for player in self.players}
+        free = [(role, number) for role in Role for number in (1, 2) if f"{role}-{number}" not in names]
+        self.join(*data.draw(st.sampled_from(free)), pages)
+
     @precondition(lambda self: self.players)
-    @rule(data=st.data(), dies=st.booleans())
-    def leave(self, data: st.DataObject, dies: bool) -> None:
-        """A process ends, or only its session does. Or that session is there again."""
+    @rule(data=st.data(), fate=st.sampled_from(["session ends", "session ends", "dies", "is replaced"]))
+    def leave(self, data: st.DataObject, fate: str) -> None:
         player = self.players[data.draw(st.sampled_from(sorted(self.players, key=str)))]
-        if dies:
-            self._dies(player)
-        if player.node is None:
-            if not dies:
-                self._attach(player)
+        if fate == "is replaced":
+            self.join(player.role, int(player.identity.node_id[-1]), 100)
             return
-        self.house.front.leave(player.node, "its session ended")
-        player.node = None
-        for key in tuple(player.first_index):
-            player.end(key)
-        player.to_answer.clear()  # of rooms that it still writes to, nobody hears when it is quiet
+        if fate == "dies":
+            del self.players[player.identity]
+        if player.node is not None:
+            self.house.front.leave(player.node, fate)
+            player.node = None
+            for key in tuple(player.first_index):
+                player.end(key)
+            player.to_answer.clear()  # of rooms that it still writes to, nobody hears when it is quiet
+
+    @precondition(lambda self: any(player.node is None for player in self.players.values()))
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        self._attach(data.draw(st.sampled_from([player for player in self.players.values() if player.node is None])))
 
     @rule(priority=st.none() | st.integers(-1, 1))
     def submit(self, priority: int | None) -> None:
@@ -151,7 +160,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quiesced(self, data: st.DataObject) -> None:
         """A writer has nothing in progress any more, whether or not it can say so."""
-        choices = [(p, key) for p in self.players.values() for key in sorted(p.writing, key=str)]
+        choices = [(p, key) for p in self.players.values() for key in p.writing]
         if choices:
             self._falls_silent(*data.draw(st.sampled_from(choices)))
 
@@ -197,7 +206,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 self._falls_silent(player, key)
         for player in self._of(Role.DECODE):
             self._read_commands(player)
-            assert not player.fenced
+            assert not self._fenced(player)
             assert not player.made, "a room nobody ended"
         for player in self.players.values():
             front.leave(_node(player), "gone")
@@ -213,17 +222,15 @@ class FrontDoorMachine(RuleBasedStateMachine):
         name, incarnation = player.identity.node_id, player.identity.incarnation
         player.node = self.house.join(player.role, name, incarnation=incarnation, num_pages=pages)
         player.read = 0
-        for key in player.fenced:
+        for key in self._fenced(player):
             self.house.report(player.node, RoomFenced(key, player.writers[key]))
 
-    def _dies(self, player: Player) -> None:
-        """Decode nodes learn from their transfer layer that this process writes no more."""
-        del self.players[player.identity]
-        for other in self.players.values():
-            other.fenced -= {key for key in other.fenced if other.writers[key] == player.identity}
+    def _fenced(self, player: Player) -> list[RoomKey]:
+        """That a process has died, and so writes no more, decode nodes learn from their transfer layer."""
+        return [key for key in player.fenced if player.writers[key] in self.players]
 
     def _falls_silent(self, player: Player, key: RoomKey) -> None:
-        player.writing.discard(key)
+        player.writing.pop(key)
         if player.node is not None and (key in player.to_answer or key in player.first_index):
             player.to_answer.discard(key)
             self.house.report(player.node, RoomQuiesced(key))
@@ -243,7 +250,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 player.first_index[task.key] = task.first_index
             case Granted(key):
                 if key in player.first_index:
-                    player.writing.add(key)
+                    player.writing[key] = None
             case Reserve(reservation):
                 player.first_index[reservation.key] = reservation.first_index
                 player.writers[reservation.key] = reservation.writer
@@ -259,7 +266,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 writer = self.players.get(player.writers[key])
                 assert writer is None or key not in writer.writing, "a page came free that is written to"
             case PeerJoined(peer):
-                for key in player.fenced:
+                for key in self._fenced(player):
                     if player.writers[key] == peer.identity:
                         self.house.report(node, RoomFenced(key, peer.identity))
 
