@@ -7,7 +7,7 @@ STUBS := $(wildcard proto/kvrelay/v1/*.proto)
 # One thread a process: tests run several engine processes side by side.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help demo test test-compose test-gpu check format proto bench clean
+.PHONY: help demo test test-compose test-gpu check format proto docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -35,14 +35,15 @@ test-compose: $(INSTALLED)  ## build the image and run the cluster on a Docker e
 test-gpu: $(INSTALLED)  ## kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-check: $(INSTALLED)  ## lint, format, types, import directions, stub drift
+check: $(INSTALLED)  ## lint, format, types, import directions, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy .
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory OUT=$(VENV)/stubs stubs
 	@for f in proto/kvrelay/v1/*_pb2*; do cmp "$$f" "$(VENV)/stubs/kvrelay/v1/$${f##*/}" || exit 1; done
-	@echo "stubs are what proto/ generates"
+	@$(BIN)/python -m cli.options | cmp - docs/options.md
+	@echo "stubs and docs/options.md are what their sources generate"
 
 format: $(INSTALLED)  ## format the code
 	$(BIN)/ruff check --fix .
@@ -55,6 +56,9 @@ proto: $(INSTALLED)  ## regenerate the committed stubs
 stubs:
 	@mkdir -p $(OUT)
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(OUT) --pyi_out=$(OUT) --grpc_python_out=$(OUT) $(STUBS)
+
+docs: $(INSTALLED)  ## regenerate docs/options.md
+	$(BIN)/python -m cli.options > docs/options.md
 
 bench: $(INSTALLED)  ## what a hand-off costs, side by side with bare prefill
 	$(BIN)/python benchmarks/handoff.py

@@ -66,14 +66,18 @@ class FrontDoorMachine(RuleBasedStateMachine):
 
     # ---- events ----
 
-    @initialize(requests=st.integers(1, 3))
-    def begin(self, requests: int) -> None:
+    @initialize(requests=st.integers(0, 3), data=st.data())
+    def begin(self, requests: int, data: st.DataObject) -> None:
         """Something to break."""
         for role in Role:
             for number in (1, 2):
                 self.join(role, number, 100)
         for _ in range(requests):
             self.submit(None)
+        for player in tuple(self.players.values()):
+            self._read_commands(player)
+        for _ in range(requests):
+            self.grant(data)
 
     def join(self, role: Role, number: int, pages: int) -> None:
         """A new process, which takes the place of one with that name."""

@@ -85,7 +85,7 @@ class Side:
         self.read = len(self.link.reports)
         return reports
 
-    def reattach(self, peer: Driven[Any], known: set[RoomKey]) -> None:
+    def reattach(self, peer: Driven[Any]) -> None:
         """The session breaks; what was said but not read is lost. Another begins."""
         self.node.tell(self.link, LinkLost())
         self.commands.clear()
@@ -96,6 +96,7 @@ class Side:
 @dataclass
 class Live:
     prompt: tuple[int, ...]
+    patience: int  # steps after which the client gives up
     granted: bool = False  # Granted was sent
     tokens: dict[int, TokenOutput] = field(default_factory=dict)
 
@@ -107,15 +108,17 @@ class Cluster:
         self.live: dict[RoomKey, Live] = {}
         self.ended: dict[str, int] = {}
         self.answered: list[Live] = []
+        self.submitted = 0
         for side, other in ((self.p, d), (self.d, p)):
             side.node.tell(side.link, LinkUp(), PeerJoined(other.peer))
 
     # ---- what clients and fate do ----
 
     def submit(self) -> None:
+        self.submitted += 1
         key, prompt = RoomKey.new(0), self.chance.choice(PROMPTS)
         stopping = StoppingParams(NEW_TOKENS, ignore_eos=True)
-        self.live[key] = Live(prompt)
+        self.live[key] = Live(prompt, self.chance.choice((self.chance.randrange(250), 10**9)))
         task = PrefillTask(str(key), key, prompt, 0, page_keys(prompt, PAGE), GREEDY, stopping)
         writer = self.p.node.agent.identity
         self.p.commands.append(Submit(task))
@@ -132,7 +135,7 @@ class Cluster:
     def lose(self, side: Side, other: Side) -> None:
         """One node's session breaks: the attempts it had a part in end on the other one."""
         keys = list(self.live)
-        side.reattach(other.node, set(keys))
+        side.reattach(other.node)
         for key in keys:
             self.ended["link lost"] = self.ended.get("link lost", 0) + 1
             del self.live[key]
@@ -174,28 +177,22 @@ class Cluster:
 
     # ---- time goes by ----
 
-    def step(self, submitted: int) -> None:
-        chance = self.chance.random()
-        if submitted < ROOMS and len(self.live) < LIVE and chance < 0.25:
+    def step(self) -> None:
+        chance = self.chance
+        for key, one in list(self.live.items()):
+            one.patience -= 1
+            if one.patience < 0:
+                self.abort(key, "client")
+        event = chance.random()
+        if event < 0.001:
+            self.lose(*chance.sample((self.p, self.d), 2))
+        elif event < 0.003:
+            chance.choice((self.p, self.d)).failing = True
+        elif event < 0.15 and len(self.live) < LIVE:
             self.submit()
-        elif chance < 0.28 and self.live:
-            self.abort(self.chance.choice(list(self.live)), "client")
-        elif chance < 0.283:
-            self.lose(self.p, self.d)
-        elif chance < 0.286:
-            self.lose(self.d, self.p)
-        elif chance < 0.29:
-            self.chance.choice((self.p, self.d)).failing = True
-        elif chance < 0.50:
-            self.p.deliver()
-        elif chance < 0.71:
-            self.d.deliver()
-        elif chance < 0.80:
-            self.relay()
-        elif chance < 0.9:
-            self.p.node.turn()
         else:
-            self.d.node.turn()
+            side = chance.choice((self.p, self.d))
+            chance.choice((side.deliver, side.deliver, self.relay, side.node.turn))()
 
     def settle(self) -> None:
         """Everything that is on its way arrives; nothing new happens."""
@@ -230,13 +227,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("cluster", range(4), indirect=True)
 def test_pages_come_back_however_rooms_end(cluster: Cluster, answers: dict[tuple[int, ...], list[int]]) -> None:
-    submitted = 0
-    while submitted < ROOMS or cluster.live:
-        before = len(cluster.live)
-        cluster.step(submitted)
-        submitted += len(cluster.live) > before
-        if submitted == ROOMS:
-            break
+    while cluster.submitted < ROOMS:
+        cluster.step()
     cluster.settle()
     p, d = cluster.p.node, cluster.d.node
     assert d.stats.pages_free == DECODE_PAGES

@@ -1,0 +1,32 @@
+"""Prints docs/options.md: every option of every service, from the fields that declare them. Run by `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bootstrap.config import BootstrapConfig
+from decode_service.config import DecodeConfig
+from engine.core.config import describe
+from prefill_service.config import PrefillConfig
+
+__all__ = ["options_page"]
+
+_HEAD = """\
+# Options
+
+Made by `make docs` from the code; do not edit.
+
+An option `page_size` is the flag `--page-size`, the environment variable `KVRELAY_PAGE_SIZE`, and the key `page_size` in the TOML
+file given with `--config`. A flag wins over the environment, the environment over the file. `kvrelay up` takes the options of all
+three services and hands each process what it knows.
+"""
+
+
+def options_page() -> str:
+    services = (("bootstrap", BootstrapConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig))
+    page = "\n".join([_HEAD, *(f"## kvrelay {name}\n\n{describe(config)}" for name, config in services)])
+    return page.replace(str(Path.home()), "~")  # the same page whoever makes it
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")
