@@ -31,7 +31,7 @@ class Fences:
     def reported(self, key: RoomKey, identity: NodeIdentity, decode: Node) -> None:
         """A decode node waits for a writer: ask that one, if it is here. If not, it is named again when it joins."""
         writer = self._registry.get(identity.node_id)
-        if False:
+        if writer is not None and writer.identity == identity:
             self.add(key, writer, decode)
             writer.link.send(Abort(key, f"its pages are fenced on {decode.node_id}"))
 

@@ -30,6 +30,8 @@ from prefill_service.loop import PrefillEngine
 from prefill_service.scheduler import SchedulerConfig
 from tests.helpers.models import prepared_tiny
 from transfer.agent import TransferAgent
+from transfer.receiver import ReceiverEvent
+from transfer.sender import SenderEvent
 
 __all__ = ["PAGE", "Driven", "decode_engine", "introduce", "prefill_engine", "tiny_device"]
 
@@ -61,8 +63,8 @@ class Driven(Generic[E]):
         self.peer = PeerInfo(agent.identity, role, device.memory, agent.metadata)
         self.incidents: list[str] = []
 
-    def tell(self, link: Link | None, *items: Command | LinkEvent) -> None:
-        """Hand over what a session would post, and let the engine take it in. Runs no pass."""
+    def tell(self, link: Link | None, *items: Command | LinkEvent | SenderEvent | ReceiverEvent) -> None:
+        """Hand over what a session or a helper thread would post, and let the engine take it in. Runs no pass."""
         for item in items:
             self.engine.post(link, item)
         self.take_in()

@@ -59,7 +59,7 @@ class TinyEngine(EngineLoop[str]):
         super().__init__("tiny-engine", Metrics(NodeMetric), stall_timeout_s, clock)
         self.taken: list[Command | LinkUp | LinkLost | str] = []
         self.came_over: list[Link | None] = []
-        self.on_warm_up: Callable[[], None] = lambda: None
+        self.on_warm_up: Callable[[], object] = lambda: None
         self.on_handle: Callable[[Command | str], None] = lambda item: None
         self.on_step: Callable[[], bool] = lambda: False
         self.on_check: Callable[[], None] = lambda: None

@@ -10,14 +10,17 @@ import pytest
 
 from engine.core.messages import (
     Abort,
+    AdmitReport,
     DecodeReport,
     Grant,
     Granted,
     NodeStats,
+    PeerJoined,
     PrefillReport,
     RelayReport,
     Reserve,
     RoomFailed,
+    RoomFenced,
     RoomQuiesced,
     Submit,
     WriterQuiesced,
@@ -43,15 +46,17 @@ async def test_an_answer_from_two_nodes(cluster: FrontCluster) -> None:
     granted = await prefill.expect(Granted)
     assert (granted.key, granted.peer, granted.pages) == (key, decode.registration.identity, (1, 2))
     answer = text_tokens(cluster.text, key, "hello, wörld", FinishReason.LENGTH)
-    report = PrefillReport(key, cached_tokens=1, chunks=1, prefill_wait=0.25, prefill=0.5)
-    await prefill.publish(answer[:1], prefilled=(report,))
+    await prefill.publish(admitted=(AdmitReport(key, cached_tokens=1),))
+    await reply.read()
+    assert reply.started is not None, "before there is a token"
+    await prefill.publish(answer[:1], prefilled=(PrefillReport(key, chunks=1, prefill_wait=0.25, prefill=0.5),))
     await prefill.publish(relayed=(RelayReport(key, 4096, 0.125),))
-    for token in answer[1:-1]:
+    await decode.publish(answer[1:2], decoded=(DecodeReport(key, handoff=0.0625),))
+    for token in answer[2:-1]:
         await decode.publish([token])
     await assert_soon(lambda: all(r.timing.relay for r in cluster.front.requests.values()), "the relay is reported")
-    await decode.publish(answer[-1:], decoded=(DecodeReport(key, handoff=0.0625, decode=0.75),))
+    await decode.publish(answer[-1:])
     await reply.to_end()
-    assert reply.started is not None
     assert (reply.started.prompt_tokens, reply.started.cached_tokens) == (1, 1)
     assert reply.text == "hello, wörld"
     assert reply.token_ids == [token.token_id for token in answer]
@@ -61,7 +66,8 @@ async def test_an_answer_from_two_nodes(cluster: FrontCluster) -> None:
     assert finished.reason == FINISH_REASON_LENGTH
     assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (1, len(answer))
     timing = finished.timing
-    assert (timing.prefill_wait, timing.prefill, timing.handoff, timing.decode) == (0.25, 0.5, 0.0625, 0.75)
+    assert (timing.prefill_wait, timing.prefill, timing.handoff) == (0.25, 0.5, 0.0625)
+    assert 0 < timing.decode < timing.total
     assert (timing.relayed_bytes, timing.relay, timing.attempts) == (4096, 0.125, 1)
     assert (timing.prefill_node, timing.decode_node) == ("prefill", "decode")
     assert 0 < timing.first_token <= timing.total
@@ -247,6 +253,33 @@ async def test_the_writers_last_word_reaches_the_decode_node_after_the_end(clust
     assert await decode.has_no(WriterQuiesced)
     await prefill.report(RoomQuiesced(key))
     assert (await decode.expect(WriterQuiesced)).key == key
+
+
+async def test_a_writer_whose_session_broke_is_asked_again(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate()
+    key = await cluster.bound(prefill, decode)
+    await prefill.expect(Granted)
+    await decode.expect(PeerJoined)
+    await prefill.leave()
+    await decode.expect(Abort)
+    again = await cluster.join(Role.PREFILL)
+    identity = (await decode.expect(PeerJoined)).peer.identity
+    assert identity == prefill.registration.identity
+    await decode.report(RoomFenced(key, identity))
+    assert (await again.expect(Abort)).key == key
+    await again.report(RoomQuiesced(key))
+    assert (await decode.expect(WriterQuiesced)).key == key
+    reply.call.cancel()
+
+
+async def test_a_room_no_other_node_can_save_ends_with_the_nodes_status(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate()
+    key = await cluster.bound(prefill, decode)
+    await decode.report(RoomFailed(key, "decoding", "out of pages", retriable=False, code="RESOURCE_EXHAUSTED"))
+    error = await reply.error()
+    assert (error.code, error.reason, error.metadata["phase"]) == ("RESOURCE_EXHAUSTED", "ROOM_FAILED", "decoding")
 
 
 async def test_many_answers_at_once(cluster: FrontCluster) -> None:

@@ -72,6 +72,14 @@ async def test_a_node_that_does_not_fit_is_told_which_field(cluster: FrontCluste
     assert [node.node_id for node in cluster.front.registry.nodes()] == ["prefill"]
 
 
+async def test_what_no_other_try_would_change_is_refused(cluster: FrontCluster) -> None:
+    """As another status would have the node try again for ever."""
+    assert (await refusal(cluster, page_size=0))["field"] == "layout.page_size"
+    session: Any = bootstrap_pb2_grpc.BootstrapStub(cluster.channel).Attach()
+    await session.write(pb.NodeReport(register=pb.Register(role=types_pb2.ROLE_DECODE)))
+    assert await session.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
 async def test_a_session_begins_with_register(cluster: FrontCluster) -> None:
     stub: Any = bootstrap_pb2_grpc.BootstrapStub(cluster.channel)
     for first in (pb.NodeReport(drained=True), None):

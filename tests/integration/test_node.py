@@ -113,7 +113,7 @@ async def test_it_serves_once_it_can_and_is_attached(peer: BootstrapPeer) -> Non
     passed = threading.Event()
 
     def canary(one: Node) -> None:
-        one.engine.on_warm_up = lambda: None if passed.wait(10) else None
+        one.engine.on_warm_up = lambda: passed.wait(10)
 
     async with node(peer, canary) as one:
         await one.health(NOT_SERVING)
@@ -272,7 +272,7 @@ async def test_it_can_leave_before_it_ever_served(peer: BootstrapPeer) -> None:
     go_on = threading.Event()
 
     def canary(one: Node) -> None:
-        one.engine.on_warm_up = lambda: None if go_on.wait(10) else None
+        one.engine.on_warm_up = lambda: go_on.wait(10)
 
     async with node(peer, canary, drain_timeout=600) as one:
         await one.health(NOT_SERVING)

@@ -13,7 +13,7 @@ import pytest
 import rpc.session
 from engine.core.errors import Overloaded, Refused, Unavailable
 from engine.core.loop import Link
-from engine.core.messages import Abort, Drain, Drained, Grant, LinkLost, LinkUp, RoomFailed, StepOutput
+from engine.core.messages import Abort, Drain, Drained, Grant, Heartbeat, LinkLost, LinkUp, RoomFailed, StepOutput
 from engine.core.types import RoomKey, TokenOutput
 from kvrelay.v1 import bootstrap_pb2 as pb
 from rpc.session import FIRST_BACKOFF_S, MAX_BACKOFF_S, Session, end
@@ -105,7 +105,7 @@ async def test_heartbeats_say_what_the_engine_holds_now(peer: BootstrapPeer) -> 
         session = await peer.session()
         one.engine.begin_drain()
         await one.session.flush()
-        assert session.reports[-1] == rpc.session.Heartbeat(one.engine.stats())
+        assert session.reports[-1] == Heartbeat(one.engine.stats())
         assert one.engine.stats().draining
 
 
@@ -316,7 +316,7 @@ async def test_it_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
         await sleep(0)
 
     one = Session([f"127.0.0.1:{free_port()}"], REGISTRATION, TinyEngine(), lambda _: None)
-    monkeypatch.setattr(rpc.session.asyncio, "sleep", note)
+    monkeypatch.setattr(asyncio, "sleep", note)
     running = asyncio.create_task(one.run())
     while len(delays) < 8:
         await sleep(0.001)

@@ -32,7 +32,7 @@ from tests.helpers.front_door import House, ask, token
 LENGTH = 5  # tokens of every answer
 
 
-@dataclass
+@dataclass(repr=False)
 class Player:
     """A process as its commands make it, attached or not. Commands that came over a session that ended are lost."""
 
@@ -47,6 +47,9 @@ class Player:
     made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted; next index
     quiet: set[RoomKey] = field(default_factory=set)  # decode: the writer is done
     fenced: set[RoomKey] = field(default_factory=set)  # decode: ended, the writer may still write
+
+    def __repr__(self) -> str:
+        return str(self.identity)
 
     def end(self, key: RoomKey) -> None:
         """An attempt is over. On a decode node, pages that were granted and may still be written to are fenced."""
@@ -146,6 +149,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
             player, key = data.draw(st.sampled_from(choices))
             index = player.made[key]
             player.made[key] += 1
+            player.quiet.add(key)  # every page has arrived
             last = index == LENGTH - 1
             if last:
                 player.made.pop(key)

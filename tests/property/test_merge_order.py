@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootstrap.merge import TokenMerge
@@ -15,6 +15,7 @@ def token(index: int) -> TokenOutput:
     return TokenOutput(KEY, index, index, 0.0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.permutations([*range(n), *range(n // 2)]))))
 def test_any_order_with_duplicates(case: tuple[int, list[int]]) -> None:
     count, order = case
@@ -23,6 +24,7 @@ def test_any_order_with_duplicates(case: tuple[int, list[int]]) -> None:
     assert given_out == list(range(count))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=40))
 def test_never_a_gap_and_never_twice(order: list[int]) -> None:
     merge = TokenMerge()
@@ -35,6 +37,7 @@ def test_never_a_gap_and_never_twice(order: list[int]) -> None:
         assert given_out == list(range(first_gap)), "all there is, and nothing early"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=20), st.lists(st.integers(0, 12), max_size=20))
 def test_a_new_attempt_makes_early_tokens_again(before: list[int], after: list[int]) -> None:
     merge = TokenMerge()

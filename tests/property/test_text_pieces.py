@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootstrap.detokenize import IncrementalDetokenizer
@@ -28,21 +28,25 @@ def in_pieces(model: TextModel, ids: Sequence[int], skip: bool = False) -> str:
     return text + detokenizer.flush()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 263), max_size=60), st.booleans())
 def test_any_byte_tokens(ids: list[int], skip: bool) -> None:
     assert in_pieces(BYTES, ids, skip) == BYTES.decode(ids, skip)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 271), max_size=60), st.booleans())
 def test_any_tokens_with_byte_fallback(ids: list[int], skip: bool) -> None:
     assert in_pieces(FALLBACK, ids, skip) == FALLBACK.decode(ids, skip)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2, 198, 262, 259, 264, 265, 269]), max_size=60))
 def test_special_and_empty_tokens_among_words(ids: list[int]) -> None:
     assert in_pieces(FALLBACK, ids, True) == FALLBACK.decode(ids, True)
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_no_half_character_is_shown(text: str) -> None:
     ids = BYTES.encode(text)
@@ -52,6 +56,7 @@ def test_no_half_character_is_shown(text: str) -> None:
     assert "".join(pieces) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0x9F, 0xFF]), min_size=100, max_size=200))
 def test_a_long_run_of_garbage_is_not_decoded_again_and_again(garbage: list[int]) -> None:
     ids = [byte_id(byte) for byte in garbage]
@@ -81,6 +86,7 @@ def naive(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 LETTERS = st.text(alphabet="ab", max_size=30)
 
 
+@settings(deadline=None)
 @given(LETTERS, st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4), st.data())
 def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -94,6 +100,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: list[
     assert (shown, matcher.matched) == naive(text, stops)
 
 
+@settings(deadline=None)
 @given(LETTERS, st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4))
 def test_no_more_is_held_back_than_may_start_a_stop_string(text: str, stops: list[str]) -> None:
     matcher = StopStrings(stops)

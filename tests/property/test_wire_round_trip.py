@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import messages as m
-from engine.core.errors import InvalidField, KVRelayError
+from engine.core.errors import InvalidField, InvalidRequest
 from engine.core.page_keys import KEY_BYTES
 from engine.core.sampling import SamplingParams
 from engine.core.types import (
@@ -134,12 +135,8 @@ def test_damaged_messages_convert_or_are_refused_by_name(
     for at, replacement in damage:
         at %= len(data) + 1
         data[at : at + 2] = replacement
-    try:
+    with contextlib.suppress(DecodeError, InvalidRequest):  # rpc.errors makes one of the other
         from_wire(kind.FromString(bytes(data)))
-    except DecodeError:
-        pass  # rpc.errors answers INVALID_ARGUMENT
-    except KVRelayError as error:
-        assert error.code == "INVALID_ARGUMENT"
 
 
 def _converters(said: m.Command | m.Report | m.StepOutput) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
@@ -193,8 +190,12 @@ def test_unknown_role(role: int) -> None:
 
 def test_every_field_of_a_value_has_one_in_the_message() -> None:
     """Converters copy by name: a field added on one side alone would be lost without a word."""
-    pairs = [(m.NodeStats, tp.NodeStats), (PageLayout, tp.PageLayout), (PoolMemory, pb.PoolMemory)]
+    pairs: list[tuple[Any, Any]] = [
+        (m.NodeStats, tp.NodeStats),
+        (PageLayout, tp.PageLayout),
+        (PoolMemory, pb.PoolMemory),
+    ]
     pairs += [(SamplingParams, pb.NodeSampling), (NodeIdentity, pb.Identity), (RoomKey, pb.Room), (PeerInfo, pb.Peer)]
     for cls, message in pairs:
-        assert {f.name for f in fields(cls)} == {f.name for f in message.DESCRIPTOR.fields}, cls.__name__  # type: ignore[arg-type]
+        assert {f.name for f in fields(cls)} == {f.name for f in message.DESCRIPTOR.fields}, cls.__name__
     assert set(wire.ROLES) == set(Role)

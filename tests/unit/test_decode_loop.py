@@ -101,9 +101,9 @@ def note(index: int = 0, token_id: int = 5) -> HandoffNote:
     return HandoffNote(token_id, index, -0.5, 0, 1)
 
 
-def arriving(d: Decode, link: RecordingLink, writer: LocalNode | NodeProcess, **what: int) -> RoomKey:
+def arriving(d: Decode, link: RecordingLink, writer: LocalNode | NodeProcess, *, prompt: int, max_new: int) -> RoomKey:
     """A room that was granted and whose pages are not here yet."""
-    asked = reserve(writer, **what)
+    asked = reserve(writer, prompt, max_new)
     d.tell(link, asked)
     grant_of(d, link, key_of(asked))
     return key_of(asked)

@@ -195,7 +195,7 @@ def test_a_broken_repair_ends_it(engine: TinyEngine) -> None:
 
 
 def test_a_canary_that_fails_never_serves(engine: TinyEngine) -> None:
-    engine.on_warm_up = Fails(lambda call: True)  # type: ignore[assignment]
+    engine.on_warm_up = Fails(lambda call: True)
     engine.start()
     eventually(lambda: engine.failure is not None)
     assert not engine.ready
@@ -208,7 +208,7 @@ def test_a_canary_that_fails_never_serves(engine: TinyEngine) -> None:
 
 def test_it_serves_once_the_canary_has_passed(engine: TinyEngine) -> None:
     go_on = threading.Event()
-    engine.on_warm_up = lambda: None if go_on.wait(10) else None
+    engine.on_warm_up = lambda: go_on.wait(10)
     engine.start()
     assert not engine.stats().serving
     assert not engine.turning

@@ -177,6 +177,21 @@ def test_what_fits_no_node_any_more_ends_naming_the_limit(house: House, role: Ro
     assert behind.error is None
 
 
+def test_nor_does_what_outgrows_the_prefill_nodes_wait(house: House) -> None:
+    """Known when it has to be prefilled again, however long ago the large node has left."""
+    large, small = house.join(Role.PREFILL, "large", num_pages=1000), house.join(Role.PREFILL, "small")
+    decode = house.join(Role.DECODE, num_pages=1000)
+    request = house.submit(ask(token_ids=range(600), max_new_tokens=9))
+    _play(house, request, large, decode, 3)
+    house.front.leave(large, "gone")
+    _wait(house, 5, small, decode)
+    assert request.attempt is not None
+    house.report(decode, RoomFailed(request.attempt.key, "decoding", "retracted: out of pages"))
+    house.advance(0.1, small, decode)
+    assert isinstance(request.error, Overloaded)
+    assert "retracted" in str(request.error)
+
+
 def test_a_large_node_that_comes_back_at_once_is_waited_for(house: House, prefill: Node) -> None:
     large, small = house.join(Role.DECODE, "large", num_pages=1000), house.join(Role.DECODE, "small")
     request = house.submit(ask(token_ids=range(600)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,8 @@ def test_pages_go_out_chunk_by_chunk(p: Prefill, d: LocalNode, link: RecordingLi
     p.tell(link, asked, grants.grant(asked))
     for chunk in (1, 2):
         assert p.turn()
-        here = chunk * CHUNK // PAGE
-        p.until(lambda here=here: RoomProgress(key_of(asked), here) in d.received, "its pages arrive", passes=False)
+        progress = RoomProgress(key_of(asked), chunk * CHUNK // PAGE)
+        eventually(functools.partial(d.received.__contains__, progress))
         assert link.tokens(key_of(asked)) == []
     assert p.turn()
     assert link.tokens(key_of(asked)), "token 0 is there before the last pages are"
@@ -228,20 +229,27 @@ def test_prompts_share_a_forward_and_each_gets_its_own_answer(
 
 
 @pytest.mark.parametrize(
-    ("stopping", "finish"),
+    ("max_new", "stops", "min_new", "finish"),
     [
-        ({"max_new": 1}, FinishReason.LENGTH),
-        ({"max_new": 5, "stop": True}, FinishReason.STOP),
-        ({"max_new": 1, "stop": True}, FinishReason.STOP),
-        ({"max_new": 5, "stop": True, "min_new_tokens": 1}, None),
+        (1, False, 0, FinishReason.LENGTH),
+        (5, True, 0, FinishReason.STOP),
+        (1, True, 0, FinishReason.STOP),
+        (5, True, 1, None),
     ],
 )
 def test_token_0_may_be_the_last(
-    p: Prefill, d: LocalNode, link: RecordingLink, grants: Pages, stopping: dict[str, Any], finish: FinishReason | None
+    p: Prefill,
+    d: LocalNode,
+    link: RecordingLink,
+    grants: Pages,
+    max_new: int,
+    stops: bool,
+    min_new: int,
+    finish: FinishReason | None,
 ) -> None:
     token_id = answer(prompt(6))
-    stop = {"stop_token_ids": (token_id,)} if stopping.pop("stop", False) else {}
-    asked = submit(prompt(6), **stopping, **stop)
+    stop_ids = (token_id,) if stops else ()
+    asked = submit(prompt(6), max_new, min_new_tokens=min_new, stop_token_ids=stop_ids)
     p.tell(link, asked, grants.grant(asked))
     rest(p)
     (token,) = link.tokens(key_of(asked))
