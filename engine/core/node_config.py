@@ -33,7 +33,7 @@ class NodeConfig:
     """Node."""
 
     bootstrap: tuple[str, ...] = option(("127.0.0.1:7070",), "bootstrap addresses, host:port; the node attaches to all")
-    node_id: str = option("", "name of this node, unique in the cluster; empty: host name and role")
+    node_id: str = option("", "name of this node, unique in the cluster; empty: made from host name and role")
     listen: str = option("127.0.0.1:0", "host:port of the health service; port 0 picks one and logs it")
     metrics_listen: str = option("127.0.0.1:0", "host:port of the Prometheus endpoint; port 0 picks one and logs it")
     model: str = option("smollm2-135m", "smollm2-135m, a Hugging Face directory or id, or a GGUF file")
@@ -64,4 +64,5 @@ class NodeConfig:
             yield f"node_id is {self.node_id!r}; allowed: at most 128 printable ASCII characters and no space"
 
     def name(self, role: str) -> str:
-        return self.node_id or f"{socket.gethostname()}-{role}"
+        """The node id: as given, or made so that several nodes of one host never take each other's place."""
+        return self.node_id or f"{socket.gethostname()}-{role}-{secrets.token_hex(2)}"
