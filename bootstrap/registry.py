@@ -90,7 +90,10 @@ class Node:
 
 
 class Registry:
-    """At most one node a node id. `model` and `fingerprint` are of the model that the front door has the text of."""
+    """At most one node a node id, whatever its role.
+
+    `model` and `fingerprint` are of the model that the front door has the text of.
+    """
 
     def __init__(self, model: str, fingerprint: str, clock: Clock):
         self._model = model
@@ -126,9 +129,13 @@ class Registry:
     def check(self, registration: Registration) -> None:
         """Raise Refused, naming the field and both values, when this node can fit no cluster, or not this one.
 
-        A node that is attached under the same id does not count: it would be replaced.
+        A node of its role that is attached under the same id does not count: it would be replaced. One of the other
+        role is another node, and keeps its id.
         """
-        others = [node for node in self._nodes.values() if node.node_id != registration.identity.node_id]
+        namesake = self._nodes.get(registration.identity.node_id)
+        if namesake is not None and namesake.role is not registration.role:
+            raise _refused("identity.node_id", namesake.node_id, f"an id that no {namesake.role} node has")
+        others = [node for node in self._nodes.values() if node is not namesake]
         layout = registration.layout
         _refuse("protocol_version", registration.protocol_version, PROTOCOL_VERSION)
         _sane(registration)

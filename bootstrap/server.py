@@ -34,6 +34,7 @@ __all__ = ["BootstrapServer", "main", "serve"]
 
 log = logging.getLogger("kvrelay.bootstrap")
 
+GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 TICK_S = 0.1
 CLOSING_S = 1.0  # for the last messages to leave
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -59,6 +60,7 @@ class BootstrapServer:
         self._rpc = RpcServer(config.listen, SERVICES, self._add, config.max_message_bytes)
         self._tasks: list[asyncio.Task[None]] = []
         self.port = self._rpc.port
+        GRPC_LOG.addFilter(_is_news)  # once, however many servers there are
 
     def _add(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, server)
@@ -90,6 +92,7 @@ class BootstrapServer:
         for node in self.front.registry.nodes():
             node.link.close(Unavailable("this front door has shut down", reason="DRAINING"))
         await self._rpc.stop(CLOSING_S)
+        self._generation.close()
 
     async def _tick(self) -> None:
         while True:
@@ -104,6 +107,16 @@ class BootstrapServer:
             news = self._changes.news
             await self._rpc.set_serving(self.front.ready, GENERATION)
             await news.wait()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a message that did not get through because its client is gone, which is no error of anybody's.
+
+    gRPC itself keeps quiet about it, unless it hears of the failed write before it hears of the client's end. Its
+    other errors (a batch of operations that it would not even start) read differently, and are shown.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, grpc.aio.InternalError) and str(error).startswith('Failed "execute_batch"'))
 
 
 async def serve(config: BootstrapConfig, model: PreparedModel, text: TextModel) -> None:

@@ -10,7 +10,7 @@ from bootstrap.chat import ChatMessage
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest, Phase, Timing
 from engine.core.errors import InvalidField
-from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
+from engine.core.sampling import MAX_STOP_TOKENS, FinishReason, SamplingParams, StoppingParams
 from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
 from rpc.wire import FINISH, ROLES, layout_to_wire, stats_to_wire
 
@@ -29,6 +29,7 @@ __all__ = [
 MAX_REQUEST_ID = 128  # characters
 MAX_KEY = 256  # characters of a model name, a routing key or a salt
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_CHAT_MESSAGES = 1024
 
 
 # ---- requests ----
@@ -46,6 +47,8 @@ def check_lengths(message: generation_pb2.GenerateRequest) -> None:
 def chat_from_wire(message: generation_pb2.Chat) -> tuple[ChatMessage, ...]:
     if not message.messages:
         raise InvalidField("chat.messages", [], "at least one message")
+    if len(message.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidField("chat.messages", len(message.messages), f"at most {MAX_CHAT_MESSAGES} messages")
     return tuple(ChatMessage(one.role, one.content) for one in message.messages)
 
 
@@ -73,6 +76,8 @@ def stopping_from_wire(
     An answer length that was asked for and does not fit is refused, as an answer cut short without a word is worse;
     one that was not asked for is the default, or min_new_tokens if that is more, cut to the room.
     """
+    if len(message.stop_token_ids) > MAX_STOP_TOKENS:  # said here too, before each of them is looked at
+        raise InvalidField("stopping.stop_token_ids", len(message.stop_token_ids), f"at most {MAX_STOP_TOKENS} ids")
     check_token_ids("stopping.stop_token_ids", message.stop_token_ids, vocab_size)
     if not message.HasField("max_new_tokens"):
         max_new_tokens = min(max(default, message.min_new_tokens), room)
@@ -94,9 +99,10 @@ def stopping_from_wire(
 
 def options_from_wire(message: generation_pb2.GenerateRequest) -> AnswerOptions:
     """What the client wants to see, and the stop strings. Raises InvalidField."""
-    response, stop = message.response, tuple(message.stopping.stop)
-    if len(stop) > MAX_STOPS:
-        raise InvalidField("stopping.stop", len(stop), f"at most {MAX_STOPS} strings")
+    response = message.response
+    if len(message.stopping.stop) > MAX_STOPS:
+        raise InvalidField("stopping.stop", len(message.stopping.stop), f"at most {MAX_STOPS} strings")
+    stop = tuple(message.stopping.stop)
     for one in stop:
         if not 1 <= len(one) <= MAX_STOP_LENGTH:
             raise InvalidField("stopping.stop", one, f"1 to {MAX_STOP_LENGTH} characters each")

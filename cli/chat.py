@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from cli.client import Client
-from cli.generate import add_request_arguments, fill_request, read_prompt, show_text
+from cli.generate import add_request_arguments, answer_watched, fill_request, read_prompt, show_text
 from cli.show import describe_error, say, timing_table
 from engine.core.errors import KVRelayError
 from kvrelay.v1 import generation_pb2 as pb
@@ -51,7 +51,7 @@ class _Conversation:
         request.response.token_ids = False
         fill_request(self._flags, request)
         try:
-            answer = self._client.answer(request, show, self._flags.deadline)
+            answer = answer_watched(self._client, request, show, self._flags.deadline)
         finally:
             if shown:
                 print(flush=True)

@@ -13,15 +13,17 @@ import grpc
 from engine.core.config import load, option
 from engine.core.errors import DeadlineExceeded, KVRelayError, Unavailable
 from engine.core.sampling import FinishReason
+from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
 from kvrelay.v1 import types_pb2
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 from kvrelay.v1.generation_pb2_grpc import GenerationStub
 from rpc.errors import from_rpc_error
 
-__all__ = ["Answer", "Client", "ClientConfig", "finish_reason", "open_channel"]
+__all__ = ["ROLES", "Answer", "Client", "ClientConfig", "finish_reason", "named_error", "open_channel"]
 
 CALL_TIMEOUT_S = 30.0  # of calls that need no model
+ROLES = {types_pb2.ROLE_PREFILL: Role.PREFILL, types_pb2.ROLE_DECODE: Role.DECODE}
 
 _FINISH = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -94,7 +96,7 @@ class Client:
         try:
             yield
         except grpc.RpcError as error:
-            raise _named(error, self.address) from error
+            raise named_error(error, self.address, ": is a cluster running? (kvrelay up)") from error
 
     def answer(self, request: pb.GenerateRequest, show: Callable[[str], None], deadline: float | None = None) -> Answer:
         """Stream one answer, giving each piece of text to `show`. `deadline` in seconds.
@@ -132,12 +134,12 @@ class Client:
         return Answer(started, finished, "".join(pieces), tuple(token_ids), tuple(logprobs))
 
 
-def _named(error: grpc.RpcError, address: str) -> KVRelayError:
-    """The server's error; or, when no server answered, one that says so in plain words."""
+def named_error(error: grpc.RpcError, address: str, hint: str = "") -> KVRelayError:
+    """The server's error; or, when no server answered, one that says so in plain words, and the hint."""
     named = from_rpc_error(error)
     message = str(named)
     if isinstance(named, Unavailable) and message.startswith(("failed to connect", "errors resolving")):
-        return Unavailable(f"cannot reach {address}: {message.rpartition(': ')[2].rstrip(']')}")
+        return Unavailable(f"cannot reach {address} ({message.rpartition(': ')[2].rstrip(']')}){hint}")
     if isinstance(named, DeadlineExceeded) and not named.metadata:  # ours passed first
         return DeadlineExceeded(f"{address} did not finish in the time given")
     return named

@@ -2,34 +2,34 @@
 
     prepare the model ─► start bootstrap and nodes ─► wait until all serve ─► watch
                                                                                │
-    exit ◄─ stop bootstrap ◄─ nodes have drained, or their deadline passed ◄─ Ctrl-C, SIGTERM, or a death that matters
+    exit ◄─ stop bootstrap ◄─ nodes have drained, or their deadline passed ◄─ Ctrl-C, SIGTERM, SIGHUP, or a pool empty
 
 Children are in sessions of their own, so Ctrl-C reaches this process only and the order of leaving is ours. A second
-Ctrl-C tells the nodes to leave without finishing.
+Ctrl-C tells the nodes to leave without finishing. Nodes started by hand may join: a pool is empty when the bootstrap
+has no node of it, whoever started it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import errno
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from pathlib import Path
+from types import TracebackType
 
 from bootstrap.config import BootstrapConfig
-from cli.client import Client
-from cli.services import prepare_model
+from cli.children import Child, Interrupts
+from cli.client import ROLES, Client
+from cli.services import CONFIGS, add_config_file, config_file, load_service, prepare_model
 from cli.show import SIGN_OF_LIFE_S, Waiting, say
 from decode_service.config import DecodeConfig
-from engine.core.config import add_arguments, load, option_names
+from engine.core.config import add_arguments, option_names
 from engine.core.errors import ConfigError, DeadlineExceeded, KVRelayError, Unavailable
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
@@ -39,10 +39,9 @@ from prefill_service.config import PrefillConfig
 __all__ = ["Cluster", "Interrupts", "Plan", "claim_address", "plan_cluster", "up"]
 
 _POLL_S = 0.1
-_TAIL_LINES = 20
+_ASK_S = 1.0  # between questions to the bootstrap, once they are needed
 _LEAVE_S = 5.0  # on top of a drain deadline, and for what has nothing left to drain
 _BOOTSTRAP = "bootstrap"
-_CONFIGS: dict[str, type] = {_BOOTSTRAP: BootstrapConfig, Role.PREFILL: PrefillConfig, Role.DECODE: DecodeConfig}
 _DECIDED_HERE = ("bootstrap", "node_id", "listen", "metrics_listen")
 
 
@@ -51,17 +50,25 @@ class Plan:
     """What to start."""
 
     address: str  # of the bootstrap service
+    metrics: str  # host:port of its Prometheus endpoint
     node: NodeConfig  # what all nodes share
     commands: Mapping[str, tuple[str, ...]]  # by the child's name
     roles: Mapping[str, str]  # by the child's name
     env: Mapping[str, str]
 
 
-def plan_cluster(prefill: int, decode: int, address: str, flags: Mapping[str, object], env: Mapping[str, str]) -> Plan:
+def plan_cluster(
+    prefill: int,
+    decode: int,
+    address: str,
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    file: Path | None = None,
+) -> Plan:
     """Work out every child's command. `flags` are options of any service. Raises ConfigError for all mistakes."""
-    loaded = load(PrefillConfig, file=None, env=env, flags=flags)
-    load(DecodeConfig, file=None, env=env, flags=flags)
-    load(BootstrapConfig, file=None, env=env, flags=flags)
+    loaded = load_service(PrefillConfig, file, env, flags)
+    load_service(DecodeConfig, file, env, flags)
+    load_service(BootstrapConfig, file, env, flags)
     threads = loaded.node.threads
     if threads is None and "OMP_NUM_THREADS" not in env:
         threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
@@ -71,13 +78,18 @@ def plan_cluster(prefill: int, decode: int, address: str, flags: Mapping[str, ob
     roles: dict[str, str] = {_BOOTSTRAP: _BOOTSTRAP}
     roles |= {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
     roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
+    metrics = claim_address("127.0.0.1:0")
     commands = {}
     for name, role in roles.items():
-        own = ["--listen", address] if role == _BOOTSTRAP else ["--listen", "127.0.0.1:0", "--bootstrap", address]
-        own += ["--metrics-listen", "127.0.0.1:0"] + ([] if role == _BOOTSTRAP else ["--node-id", name])
+        if role == _BOOTSTRAP:
+            own = ["--listen", address, "--metrics-listen", metrics]
+        else:
+            own = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+            own += ["--bootstrap", address, "--node-id", name]
+        own += [f"--config={file.absolute()}"] if file else []
         # -P: a folder `engine` where the user stands is not ours.
-        commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(_CONFIGS[role], flags))
-    return Plan(address, loaded.node, commands, roles, env)
+        commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
+    return Plan(address, metrics, loaded.node, commands, roles, env)
 
 
 def _as_flags(config: type, options: Mapping[str, object]) -> list[str]:
@@ -102,86 +114,24 @@ def claim_address(listen: str) -> str:
             probe.bind((host.strip("[]"), int(port)))
             return f"{host}:{probe.getsockname()[1]}"
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError([f"--address: cannot listen on {listen!r}: {error}"]) from error
-
-
-class Interrupts:
-    """While entered: the first SIGINT or SIGTERM is a KeyboardInterrupt, unless `quiet`; all are counted."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.quiet = False
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # whatever was there before
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 1 and not self.quiet:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Put a KeyboardInterrupt off to the end of the block."""
-        self.quiet = True
-        yield
-        self.quiet = False
-        if self.count:
-            raise KeyboardInterrupt
-
-
-class _Child:
-    """One process, its last lines, and a thread that reads them."""
-
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], echo: Callable[[str], None]):
-        self.name = name
-        self.reported = False
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._echo = echo
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, name=f"{name} log", daemon=True)
-        self._reader.start()
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.tail.append(line.rstrip())
-                self._echo(f"{self.name} | {line.rstrip()}")
-
-    def last_lines(self) -> list[str]:
-        """Of a process that has ended."""
-        self._reader.join(timeout=_LEAVE_S)
-        return list(self.tail)
+        hint = ""
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            hint = "; --address 127.0.0.1:0 picks a free port"
+        raise ConfigError([f"--address: cannot listen on {listen!r}: {error}{hint}"]) from error
 
 
 class Cluster:
     """The children of a plan. Leaving the context stops them in order, whatever happened."""
 
-    def __init__(self, plan: Plan, interrupts: Interrupts, quiet: bool = False):
+    def __init__(self, plan: Plan, interrupts: Interrupts, quiet: bool = False, farewell: str = "stopping"):
+        """`farewell` is said before children that run are stopped."""
         self.plan = plan
         self._interrupts = interrupts
         self._echo: Callable[[str], None] = (lambda line: None) if quiet else say
-        self._children: dict[str, _Child] = {}
+        self._farewell = farewell
+        self._children: dict[str, Child] = {}
+        self._incarnations: set[str] = set()  # of our nodes, once all serve
+        self._served_by_others: set[str] = set()  # pools of which that has been said
         self.orderly = True  # no child failed or had to be killed
 
     def __enter__(self) -> Cluster:
@@ -189,9 +139,11 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._interrupts.quiet = True
-        if any(child.alive for child in self._children.values()):
-            say("stopping (Ctrl-C: without finishing what runs)")
-        self._stop()
+        try:
+            if any(child.alive for child in self._children.values()):
+                say(self._farewell)
+        finally:
+            self._stop()
 
     def start(self, timeout: float) -> None:
         """Start every process and wait until all serve.
@@ -200,15 +152,18 @@ class Cluster:
         """
         with self._interrupts.held():  # else a process could be started and not yet be known
             for name, command in self.plan.commands.items():
-                self._children[name] = _Child(name, command, self.plan.env, self._echo)
+                self._children[name] = Child(name, command, self.plan.env)
+            for child in self._children.values():
+                child.follow(self._echo)
         say(f"started {', '.join(self._children)} (process ids {', '.join(self._pids())})")
         began = time.monotonic()
         missing, said, said_at = list(self._children), "", began
         with Client(self.plan.address) as client:
             while missing:
-                for child in self._children.values():
-                    if not child.alive:
-                        raise self._death(child)
+                with self._interrupts.held():  # as in `watch`
+                    for child in self._children.values():
+                        if not child.alive:
+                            raise self._death(child)
                 now = time.monotonic()
                 line = f"waiting for {', '.join(missing)}"
                 if line != said or now - said_at >= SIGN_OF_LIFE_S:
@@ -220,17 +175,45 @@ class Cluster:
                 missing = self._missing(client)
 
     def watch(self) -> None:
-        """Return never: ends by KeyboardInterrupt, or raises Unavailable when a process that is needed has ended."""
+        """Return never: ends by KeyboardInterrupt, or raises Unavailable when the bootstrap or a whole pool is gone."""
+        without: dict[str, Unavailable] = {}  # pools in which no child of ours is left, and how the last one ended
         while True:
-            for child in self._children.values():
-                if child.alive or child.reported:
-                    continue
-                error = self._death(child)
-                role = self.plan.roles[child.name]
-                if not any(self._children[name].alive for name, other in self.plan.roles.items() if other == role):
-                    raise error
+            if True:  # a Popen.poll that is interrupted may never again find its child ended
+                self._look_after_children(without)
+                self._look_after_pools(without)
+            time.sleep(_ASK_S if without else _POLL_S)
+
+    def _look_after_children(self, without: dict[str, Unavailable]) -> None:
+        for child in self._children.values():
+            if child.alive or child.reported:
+                continue
+            error = self._death(child)
+            role = self.plan.roles[child.name]
+            if role == _BOOTSTRAP:
+                raise error
+            if any(self._children[name].alive for name, other in self.plan.roles.items() if other == role):
                 say(f"{error}; the others go on")
-            time.sleep(_POLL_S)
+            else:
+                without[role] = error
+
+    def _look_after_pools(self, without: Mapping[str, Unavailable]) -> None:
+        for role, error in without.items():
+            others = self._others(role)
+            if others == []:
+                raise Unavailable(f"{error}, and no {role} node is left")
+            if others and role not in self._served_by_others:
+                self._served_by_others.add(role)
+                say(f"{error}; {', '.join(others)} goes on")
+
+    def _others(self, role: str) -> list[str] | None:
+        """Nodes of a role that somebody else started; None when the bootstrap does not say."""
+        try:
+            with Client(self.plan.address) as client:
+                nodes = _nodes(client)
+        except KVRelayError:
+            return None
+        others = [node for node in nodes if node.incarnation not in self._incarnations]
+        return [node.node_id for node in others if ROLES.get(node.role) == role]
 
     def _pids(self) -> list[str]:
         return [str(child.process.pid) for child in self._children.values()]
@@ -238,14 +221,14 @@ class Cluster:
     def _missing(self, client: Client) -> list[str]:
         """Names of the children that do not serve yet."""
         try:
-            with client.errors():
-                listing = client.admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=2.0)
+            nodes = _nodes(client)
         except KVRelayError:
             return list(self._children)
-        serving = {node.node_id for node in listing.nodes if node.stats.serving} | {_BOOTSTRAP}
-        return [name for name in self._children if name not in serving]
+        serving = {node.node_id: node.incarnation for node in nodes if node.stats.serving}
+        self._incarnations = {serving[name] for name in self._children if name in serving}
+        return [name for name in self._children if name not in serving and name != _BOOTSTRAP]
 
-    def _death(self, child: _Child) -> Unavailable:
+    def _death(self, child: Child) -> Unavailable:
         """Report a process that has ended, with its last lines unless it simply left."""
         child.reported = True
         code = child.process.wait()
@@ -264,7 +247,7 @@ class Cluster:
         self._end(nodes, self.plan.node.drain_timeout + _LEAVE_S)
         self._end([child for child in self._children.values() if child not in nodes], 3 * _LEAVE_S)
 
-    def _end(self, children: list[_Child], patience: float) -> None:
+    def _end(self, children: list[Child], patience: float) -> None:
         """SIGTERM, wait, SIGKILL. Another signal to us is passed on: it makes a node leave at once."""
         children = [child for child in children if child.alive]
         if not children:
@@ -273,7 +256,9 @@ class Cluster:
         passed_on = self._interrupts.count
         for child in children:
             child.process.terminate()
-        with Waiting("stopping", lambda: f", {', '.join(child.name for child in children if child.alive)} left"):
+        with Waiting(
+            "stopping", lambda: f", still running: {', '.join(child.name for child in children if child.alive)}"
+        ):
             while any(child.alive for child in children) and time.monotonic() < deadline:
                 if self._interrupts.count > passed_on:
                     passed_on = self._interrupts.count
@@ -291,6 +276,11 @@ class Cluster:
                 say(str(self._death(child)))
 
 
+def _nodes(client: Client) -> list[admin_pb2.Node]:
+    with client.errors():
+        return list(client.admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=2.0).nodes)
+
+
 # ---- the command ----
 
 
@@ -303,8 +293,11 @@ def up(parser: argparse.ArgumentParser) -> None:
     text = "give up when not all serve after so long (default: 300)"
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
     parser.add_argument("--quiet", action="store_true", help="do not show the log lines of the processes")
-    seen = set(_DECIDED_HERE)
-    for config in _CONFIGS.values():
+    add_config_file(parser, f"TOML file of options of any service; {', '.join(_DECIDED_HERE)} in it are not used")
+    text = "torch threads of each node (default: OMP_NUM_THREADS, or the cores shared out among the nodes)"
+    parser.add_argument("--threads", default=argparse.SUPPRESS, metavar="N", help=text)
+    seen = {*_DECIDED_HERE, "threads"}
+    for config in CONFIGS.values():
         add_arguments(parser, config, skip=seen)
         seen |= set(option_names(config))
     parser.set_defaults(run=_up)
@@ -317,16 +310,19 @@ def _count(text: str) -> int:
 
 
 def _up(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
-    plan = plan_cluster(flags.prefill, flags.decode, claim_address(flags.address), vars(flags), env)
+    file = config_file(flags, env)
+    plan = plan_cluster(flags.prefill, flags.decode, claim_address(flags.address), vars(flags), env, file)
+    farewell = "stopping, finishing what runs (Ctrl-C again: at once)"
     serving = False
     with Interrupts() as interrupts:
-        cluster = Cluster(plan, interrupts, flags.quiet)
+        cluster = Cluster(plan, interrupts, flags.quiet, farewell)
         try:
             prepare_model(plan.node.model, plan.node.model_dir)
             with cluster:
                 cluster.start(flags.start_timeout)
                 serving = True
                 print(f"serving {plan.node.model} at {plan.address}", flush=True)
+                say(f"metrics: http://{plan.metrics}/metrics")
                 say(f'try: kvrelay chat --bootstrap {plan.address} "Why is the sky blue?"; Ctrl-C stops the cluster')
                 cluster.watch()
         except KeyboardInterrupt:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from cli.client import Answer, Client
+from cli.client import Answer, Client, finish_reason
 from cli.cluster import Cluster, Interrupts, claim_address, plan_cluster
-from cli.generate import show_text
+from cli.generate import answer_watched, show_text
 from cli.services import prepare_model
-from cli.show import Waiting, say, timing_table
+from cli.show import say, timing_table
 from engine.core.errors import KVRelayError
 from engine.core.model_store import DEMO_MODEL
+from engine.core.sampling import FinishReason
 from kvrelay.v1 import generation_pb2 as pb
 
 __all__ = ["demo"]
@@ -44,7 +45,7 @@ use the red lamps, which do not spoil the night vision of the others.
 
 Keep your answers short and friendly.
 """
-_QUESTIONS = ("What is a star?", "How far away is the Sun?")
+_QUESTIONS = ("How far away is the Sun?", "Which planet is the largest?")  # the demo model answers both in a sentence
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,6 @@ def _run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
         with Client(plan.address) as client:
             say(f"\nA system prompt (how to answer visitors of an observatory), and: {_QUESTIONS[0]}\n")
             first = _ask(client, _QUESTIONS[0])
-            say(f"\n{timing_table([('first', first.finished)])}")
             say(f"\nThe same system prompt, and: {_QUESTIONS[1]}\n")
             second = _ask(client, _QUESTIONS[1])
             say(f"\n{timing_table([('first', first.finished), ('second', second.finished)])}\n")
@@ -82,14 +82,10 @@ def _ask(client: Client, question: str) -> Answer:
     request.chat.messages.add(role="user", content=question)
     request.sampling.temperature = 0
     request.stopping.max_new_tokens = _MAX_NEW_TOKENS
-    with Waiting("waiting for the first token") as waiting:
-
-        def show(text: str) -> None:
-            waiting.done()
-            show_text(text)
-
-        answer = client.answer(request, show, _ANSWER_TIMEOUT_S)
+    answer = answer_watched(client, request, show_text, _ANSWER_TIMEOUT_S)
     print(flush=True)
+    if finish_reason(answer.finished) == FinishReason.LENGTH:
+        say(f"(cut at {_MAX_NEW_TOKENS} tokens)")
     return answer
 
 

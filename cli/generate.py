@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cli.client import Answer, Client, ClientConfig, finish_reason
-from cli.show import say, timing_table
+from cli.show import Waiting, say, timing_table
 from engine.core.config import add_arguments
 from kvrelay.v1 import generation_pb2 as pb
 from kvrelay.v1 import types_pb2
 
-__all__ = ["add_request_arguments", "fill_request", "generate", "read_prompt", "show_text"]
+__all__ = ["add_request_arguments", "answer_watched", "fill_request", "generate", "read_prompt", "show_text"]
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:
@@ -109,6 +109,21 @@ def show_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def answer_watched(
+    client: Client, request: pb.GenerateRequest, show: Callable[[str], None], deadline: float | None
+) -> Answer:
+    """`client.answer`, with a sign of life on the terminal until the first text comes."""
+    if not sys.stderr.isatty():  # a log need not know that one waits
+        return client.answer(request, show, deadline)
+    with Waiting("waiting for the first token") as waiting:
+
+        def first(text: str) -> None:
+            waiting.done()
+            show(text)
+
+        return client.answer(request, first, deadline)
+
+
 def read_prompt(argument: str) -> str:
     """The prompt, read from standard input when the argument is "-"."""
     return sys.stdin.read() if argument == "-" else argument
@@ -134,7 +149,7 @@ def _run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
             show_text(text)
 
         try:
-            answer = client.answer(request, (lambda text: None) if flags.json else show, flags.deadline)
+            answer = answer_watched(client, request, (lambda text: None) if flags.json else show, flags.deadline)
         finally:
             if shown:
                 print(flush=True)  # also before an error's line, or after Ctrl-C

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cli.show import describe_error
+from cli.show import describe_error, say
 from engine.core.errors import ConfigError, KVRelayError
 
 __all__ = ["EXIT_FAILURE", "EXIT_INTERRUPTED", "EXIT_OK", "EXIT_USAGE", "main"]
@@ -86,13 +86,13 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except UnicodeError as error:  # from standard input, or an argument that no message can carry
-        print(f"kvrelay: input is not valid UTF-8: {error}", file=sys.stderr)
+        say(f"kvrelay: input is not valid UTF-8: {error}")
         return EXIT_USAGE
     except ConfigError as error:
-        print(*(f"kvrelay: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+        say("\n".join(f"kvrelay: {problem}" for problem in error.problems))
         return EXIT_USAGE
     except KVRelayError as error:
-        print(f"kvrelay: {describe_error(error)}", file=sys.stderr)
+        say(f"kvrelay: {describe_error(error)}")
         return EXIT_FAILURE
 
 

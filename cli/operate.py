@@ -13,19 +13,17 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.client import CALL_TIMEOUT_S, Client, ClientConfig, open_channel
-from cli.show import bytes_text, describe_error, say, table
+from cli.client import CALL_TIMEOUT_S, ROLES, Client, ClientConfig, named_error, open_channel
+from cli.show import bytes_text, describe_error, say, table, wide_table
 from engine.core.config import add_arguments
 from engine.core.errors import NotFound
 from engine.core.messages import NodeStats
-from engine.core.types import Role
 from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
-from rpc.errors import from_rpc_error
 from rpc.wire import stats_from_wire
 
 __all__ = ["drain", "health", "node_state", "status"]
 
-_ROLES = {types_pb2.ROLE_PREFILL: Role.PREFILL, types_pb2.ROLE_DECODE: Role.DECODE}
+_REQUESTS = ("ungranted", "waiting", "running", "transferring")
 _CLEAR = "\x1b[H\x1b[J"
 _POLL_S = 0.2
 
@@ -35,9 +33,10 @@ _POLL_S = 0.2
 
 def status(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay status`."""
-    parser.add_argument("--inspect", action="store_true", help="have every node check its own books; 1 if any is wrong")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--inspect", action="store_true", help="have every node check its own books; 1 if any is wrong")
+    how.add_argument("--watch", action="store_true", help="show it again whenever it changes")
     parser.add_argument("--requests", action="store_true", help="list live requests too")
-    parser.add_argument("--watch", action="store_true", help="show it again whenever it changes")
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="with --watch: at least so often"
     )
@@ -61,6 +60,8 @@ def _status(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
                 start = _CLEAR if flags.watch and sys.stdout.isatty() else ""
                 print(start + _status_text(client.address, model, listing, requests), flush=True)
             healthy = not any(node.problems for node in listing.nodes)
+            if flags.inspect and healthy and not flags.json:
+                print("books checked: no problems")
     return 0 if healthy else 1
 
 
@@ -91,7 +92,7 @@ def _status_json(
             {
                 "node_id": node.node_id,
                 "incarnation": node.incarnation,
-                "role": _ROLES.get(node.role, ""),
+                "role": ROLES.get(node.role, ""),
                 "state": node_state(node),
                 "heartbeat_age": node.heartbeat_age,
                 "problems": list(node.problems),
@@ -124,20 +125,35 @@ def _status_text(
     return "\n".join(lines)
 
 
+_IDENTITY = ("node", "role", "state")
+_ALWAYS = (*_IDENTITY, "pages", "free", "seen")
+_NOTHING = {"0", "-", bytes_text(0)}
+
+
 def _node_table(listing: admin_pb2.ListNodesResponse) -> str:
-    header = ["node", "role", "state", "pages", "free", "cached", "held", "fenced"]
-    header += ["ungranted", "waiting", "running", "moving", "room", "tokens/s", "cache hits", "relayed", "seen"]
-    rows = [header]
-    for node in listing.nodes:
-        s = node.stats
-        pages = [str(n) for n in (s.pages_total, s.pages_free, s.pages_cached, s.pages_held, s.pages_fenced)]
-        queues = [str(n) for n in (s.ungranted, s.waiting, s.running, s.transferring)]
-        room = str(s.head_room) if node.role == types_pb2.ROLE_DECODE else "-"
-        looked_up = s.cached_tokens_total + s.computed_tokens_total
-        hits = f"{s.cached_tokens_total / looked_up:.0%}" if looked_up else "-"
-        rates = [f"{s.tokens_per_second:.0f}", hits, bytes_text(s.relayed_bytes_total), f"{node.heartbeat_age:.1f} s"]
-        rows.append([node.node_id, str(_ROLES.get(node.role, "?")), node_state(node), *pages, *queues, room, *rates])
-    return table(rows, left=3)
+    """A row a node. Columns that hold nothing for any node are left out, but for those of `_ALWAYS`."""
+    nodes = [_node_cells(node) for node in listing.nodes]
+    shown = [name for name in nodes[0] if name in _ALWAYS or {cells[name] for cells in nodes} - _NOTHING]
+    return wide_table([shown, *([cells[name] for name in shown] for cells in nodes)], left=len(_IDENTITY))
+
+
+def _node_cells(node: admin_pb2.Node) -> dict[str, str]:
+    """What the table says of a node, by column."""
+    s = node.stats
+    looked_up = s.cached_tokens_total + s.computed_tokens_total
+    return {
+        "node": node.node_id,
+        "role": str(ROLES.get(node.role, "?")),
+        "state": node_state(node),
+        "pages": str(s.pages_total),
+        **{name: str(getattr(s, f"pages_{name}")) for name in ("free", "cached", "held", "fenced")},
+        **{name: str(getattr(s, name)) for name in _REQUESTS},
+        "room (tokens)": str(s.head_room) if node.role == types_pb2.ROLE_DECODE else "-",
+        "tokens/s": f"{s.tokens_per_second:.0f}",
+        "cache hits": f"{s.cached_tokens_total / looked_up:.0%}" if looked_up else "-",
+        "relayed": bytes_text(s.relayed_bytes_total),
+        "seen": f"{node.heartbeat_age:.1f} s",
+    }
 
 
 def _request_table(requests: list[admin_pb2.LiveRequest]) -> str:
@@ -186,7 +202,7 @@ def _drain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _left(stats: NodeStats) -> str:
-    counts = {name: getattr(stats, name) for name in ("ungranted", "waiting", "running", "transferring")}
+    counts = {name: getattr(stats, name) for name in _REQUESTS}
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return ("draining: " if stats.draining else "asked to drain: ") + (shown or "nothing left to do")
 
@@ -207,17 +223,21 @@ def _health(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     with open_channel(flags.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            serving, answer = _check(stub, flags.service)
+            serving, answer = _check(stub, flags)
             if serving or time.monotonic() >= until:
                 print(answer)
                 return 0 if serving else 1
             time.sleep(_POLL_S)
 
 
-def _check(stub: health_pb2_grpc.HealthStub, service: str) -> tuple[bool, str]:
+def _check(stub: health_pb2_grpc.HealthStub, flags: argparse.Namespace) -> tuple[bool, str]:
+    """Whether it serves, and the answer as a line."""
     try:
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=flags.service), timeout=5.0)
     except grpc.RpcError as error:
-        return False, describe_error(from_rpc_error(error))
+        named = named_error(error, flags.address)
+        if isinstance(named, NotFound):  # grpc's own servicer says no more than the code
+            named = NotFound(f"no service {flags.service!r} at {flags.address}")
+        return False, describe_error(named)
     word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return answer.status == health_pb2.HealthCheckResponse.SERVING, word

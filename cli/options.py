@@ -16,9 +16,10 @@ _HEAD = """\
 
 Made by `make docs` from the code; do not edit.
 
-An option `page_size` is the flag `--page-size`, the environment variable `KVRELAY_PAGE_SIZE`, and the key `page_size` in the TOML
-file given with `--config`. A flag wins over the environment, the environment over the file. `kvrelay up` takes the options of all
-three services and hands each process what it knows.
+An option `page_size` is the flag `--page-size`, the environment variable `KVRELAY_PAGE_SIZE`, and the key `page_size`
+in the TOML file given with `--config`. A flag wins over the environment, the environment over the file. One file may
+serve a whole cluster: each service takes what it knows. `kvrelay up` takes the options of all three services, and
+decides addresses and node ids itself.
 """
 
 

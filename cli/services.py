@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -11,21 +12,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from bootstrap.config import BootstrapConfig
 from cli.show import say
-from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option
+from decode_service.config import DecodeConfig
+from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option, option_names
 from engine.core.errors import KVRelayError
+from engine.core.logs import setup_logging
 from engine.core.model_store import DEMO_MODEL, PreparedModel, default_cache_dir, ensure_prepared
+from engine.core.node_config import NodeConfig
+from engine.core.types import Role
+from prefill_service.config import PrefillConfig
 
-__all__ = ["bootstrap", "decode", "prefill", "prepare", "prepare_model"]
+__all__ = [
+    "CONFIGS",
+    "add_config_file",
+    "bootstrap",
+    "config_file",
+    "decode",
+    "load_service",
+    "prefill",
+    "prepare",
+    "prepare_model",
+]
+
+CONFIGS: dict[str, type] = {"bootstrap": BootstrapConfig, Role.PREFILL: PrefillConfig, Role.DECODE: DecodeConfig}
 
 log = logging.getLogger("kvrelay")
+
+_FILE_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 
 C = TypeVar("C")
 
 
 def bootstrap(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay bootstrap`."""
-    from bootstrap.config import BootstrapConfig
 
     def run(config: BootstrapConfig) -> int:
         from bootstrap.server import main
@@ -37,36 +57,58 @@ def bootstrap(parser: argparse.ArgumentParser) -> None:
 
 def prefill(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay prefill`."""
-    from prefill_service.config import PrefillConfig
 
     def run(config: PrefillConfig) -> int:
+        node = _announced(Role.PREFILL, config.node)
         from prefill_service.server import main  # torch: only now that the configuration is known to be right
 
-        return main(config)
+        return main(dataclasses.replace(config, node=node))
 
     _service(parser, PrefillConfig, run)
 
 
 def decode(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay decode`."""
-    from decode_service.config import DecodeConfig
 
     def run(config: DecodeConfig) -> int:
+        node = _announced(Role.DECODE, config.node)
         from decode_service.server import main
 
-        return main(config)
+        return main(dataclasses.replace(config, node=node))
 
     _service(parser, DecodeConfig, run)
 
 
+def _announced(role: Role, config: NodeConfig) -> NodeConfig:
+    """`config` with the node's name settled, after a log line: what comes next, importing torch, takes seconds."""
+    named = dataclasses.replace(config, node_id=config.name(role))
+    setup_logging(named.logs, role=role, node=named.node_id)
+    log.info("starting", extra={"bootstrap": ",".join(named.bootstrap)})
+    return named
+
+
+def add_config_file(parser: argparse.ArgumentParser, text: str) -> None:
+    """The flag that `config_file` reads."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"{text} (or {_FILE_VARIABLE})")
+
+
+def config_file(flags: argparse.Namespace, env: Mapping[str, str]) -> Path | None:
+    """The file that the flag or the environment names."""
+    return flags.config or (Path(env[_FILE_VARIABLE]) if env.get(_FILE_VARIABLE) else None)
+
+
+def load_service(cls: type[C], file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> C:
+    """`load`, from a file that may hold options of the other services too: one file serves a cluster."""
+    known = {name for config in CONFIGS.values() for name in option_names(config)}
+    return load(cls, file=file, env=env, flags=flags, known=known)
+
+
 def _service(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], int]) -> None:
-    variable = f"{ENVIRONMENT_PREFIX}CONFIG"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of these options (or {variable})")
+    add_config_file(parser, "TOML file of these options; those of other services in it are not used")
     add_arguments(parser, cls)
 
     def load_and_run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
-        file = flags.config or (Path(env[variable]) if env.get(variable) else None)
-        config = load(cls, file=file, env=env, flags=vars(flags))
+        config = load_service(cls, config_file(flags, env), env, vars(flags))
         try:
             code = run(config)
         except KVRelayError:

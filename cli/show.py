@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from engine.core.errors import KVRelayError
 if TYPE_CHECKING:  # `kvrelay --help` comes by here and needs no protobuf
     from kvrelay.v1 import generation_pb2 as pb
 
-__all__ = ["Waiting", "bytes_text", "describe_error", "say", "table", "timing_table"]
+__all__ = ["Waiting", "bytes_text", "describe_error", "say", "table", "timing_table", "wide_table"]
 
 SIGN_OF_LIFE_S = 2.0
 
@@ -24,14 +25,20 @@ _PHASES = (
     ("prefill_wait", "until the prefill node took it up"),
     ("prefill", "reading the prompt"),
     ("handoff", "last chunk computed to first decode step"),
-    ("decode", "writing the answer"),
+    ("first_step", "first decode step, and messages on their way"),
+    ("decode", "writing the rest of the answer"),
 )
 
 
 def say(line: str) -> None:
-    """A line about progress: on stderr, so that stdout holds answers only."""
-    sys.stderr.write(f"{line}\n")  # in one piece: several threads say things
-    sys.stderr.flush()
+    """A line about progress: on stderr, so that stdout holds answers only. Never fails: nothing depends on progress
+    being seen, and what follows it, stopping a cluster say, must happen when the terminal or pipe has gone too.
+    """
+    try:
+        sys.stderr.write(f"{line}\n")  # in one piece: several threads say things
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def describe_error(error: KVRelayError) -> str:
@@ -54,6 +61,21 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join(aligned(row) for row in rows)
 
 
+def wide_table(rows: Sequence[Sequence[str]], left: int = 1, width: int = 105) -> str:
+    """`table`; columns for which `width` is too little go on below, beside the first column again."""
+    columns = list(zip(*rows, strict=True))
+    blocks, used = [[0]], max(map(len, columns[0]))
+    for index, column in enumerate(columns[1:], 1):
+        needed = 2 + max(map(len, column))
+        if used + needed > width:
+            blocks.append([0])
+            used = max(map(len, columns[0]))
+        blocks[-1].append(index)
+        used += needed
+    parts = [table([[row[i] for i in block] for row in rows], sum(i < left for i in block)) for block in blocks]
+    return "\n\n".join(parts)
+
+
 def bytes_text(count: float) -> str:
     """A size in decimal units: 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -69,14 +91,14 @@ def timing_table(answers: Sequence[tuple[str, pb.Finished]]) -> str:
     times = [finished.timing for finished in ended]
     usages = [finished.usage for finished in ended]
     rows = [["seconds", *(title for title, _ in answers), ""]]
-    rows += [[f"  {p.replace('_', ' ')}", *(f"{getattr(t, p):.4f}" for t in times), what] for p, what in _PHASES]
+    rows += [[f"  {p.replace('_', ' ')}", *(f"{_phase(t, p):.4f}" for t in times), what] for p, what in _PHASES]
     rows += [
         ["  total", *(f"{t.total:.4f}" for t in times), "arrival to the end"],
         ["  first token", *(f"{t.first_token:.4f}" for t in times), "arrival to the first token"],
         ["prompt tokens", *(str(u.prompt_tokens) for u in usages), ""],
         ["  of these cached", *(str(u.cached_tokens) for u in usages), ""],
         ["output tokens", *(str(u.output_tokens) for u in usages), ""],
-        ["  a second", *(_rate(u.output_tokens - 1, t.decode) for u, t in zip(usages, times, strict=True)), "decode"],
+        ["  a second", *(_decode_rate(u, t) for u, t in zip(usages, times, strict=True)), "while in decode"],
         ["relayed", *(bytes_text(t.relayed_bytes) for t in times), "KV pages, prefill to decode node"],
         ["  GB/s", *(_rate(t.relayed_bytes / 1e9, t.relay) for t in times), "while writes were in progress"],
     ]
@@ -84,6 +106,21 @@ def timing_table(answers: Sequence[tuple[str, pb.Finished]]) -> str:
     numbers = table([row[:-1] for row in rows]).splitlines()
     width = max(map(len, numbers))
     return "\n".join(f"{line.ljust(width)}   {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True))
+
+
+def _phase(timing: pb.Timing, phase: str) -> float:
+    """Seconds in a phase. The first step is what no other phase accounts for."""
+    if phase != "first_step":
+        return float(getattr(timing, phase))
+    accounted: float = sum(getattr(timing, name) for name, _ in _PHASES if name != phase)
+    return max(0.0, timing.total - accounted)
+
+
+def _decode_rate(usage: pb.Usage, timing: pb.Timing) -> str:
+    """Tokens a second. The first token is the prefill node's, and `decode` begins at the second. Of an answer of
+    several attempts it is not known how many tokens came in it.
+    """
+    return _rate(usage.output_tokens - 2, timing.decode) if timing.attempts <= 1 < usage.output_tokens - 1 else "-"
 
 
 def _rate(amount: float, seconds: float) -> str:

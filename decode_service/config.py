@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.config import option
+from engine.core.errors import ConfigError
 from engine.core.node_config import NodeConfig
+from engine.core.room_budget import never_fits
 
-__all__ = ["DecodeConfig", "DecodeOptions"]
+__all__ = ["DecodeConfig", "DecodeOptions", "check_pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,12 @@ class DecodeOptions:
 class DecodeConfig:
     node: NodeConfig = field(default_factory=NodeConfig)
     decode: DecodeOptions = field(default_factory=DecodeOptions)
+
+
+def check_pool(options: DecodeOptions, num_pages: int, page_size: int) -> None:
+    """Raise ConfigError when not even the smallest request would ever be admitted into a pool of this size."""
+    reserved, capacity = options.reserved_decode_tokens, num_pages * page_size
+    if never_fits(1, 1, capacity, reserved, page_size) is not None:
+        pool = f"{num_pages} pages of {page_size} tokens"
+        limit = f"at most {capacity - page_size}, all but one page of the pool (num_pages, kv_memory: {pool})"
+        raise ConfigError([f"reserved_decode_tokens is {reserved}; allowed: {limit}"])

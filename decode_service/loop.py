@@ -112,14 +112,20 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def link_up(self, link: Link) -> None:
         """Ask once more for acknowledgements that an earlier session may have lost."""
-        for key, writer in self._fence.waiting():
-            link.report(RoomFenced(key, writer))
+        self._ask_writers(link)
 
     def link_lost(self, link: Link) -> None:
         for room in [room for room in self._rooms.values() if room.link is link]:
             self._end(room)
+        for other in self.links:  # the lost one will pass no acknowledgement on
+            self._ask_writers(other)
         for writer in {writer for _, writer in self._fence.waiting()}:
             self._receiver.await_gone(writer)  # a writer's death needs no bootstrap to be seen
+
+    def _ask_writers(self, link: Link, only: NodeIdentity | None = None) -> None:
+        for key, writer in self._fence.waiting():
+            if only is None or writer == only:
+                link.report(RoomFenced(key, writer))
 
     def handle(self, link: Link | None, item: Command | ReceiverEvent) -> None:
         match item:
@@ -139,10 +145,12 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 assert isinstance(ticket, RoomKey)
                 self._unfence(self._fence.quiesced(ticket))
             case PeerJoined(peer):  # writers find us by themselves; this is to learn when one has gone
+                for other in self._peers:  # the agent lets go of an older incarnation, which may still be writing
+                    if other.node_id == peer.identity.node_id and other != peer.identity:
+                        self._receiver.await_gone(other)
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
-                for key, writer in self._fence.waiting():
-                    if writer == peer.identity and link is not None:
-                        link.report(RoomFenced(key, writer))
+                assert link is not None
+                self._ask_writers(link, peer.identity)
             case PeerLeft(identity):
                 self._writer_left(identity)
             case WriterGone(identity):
@@ -308,6 +316,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         for room in new:
             room.times.stamp(LifetimeEvent.FIRST_STEP)
         handoff = {room.key: time.time() - room.forward_end for room in new}
+        for seconds in handoff.values():
+            self.metrics.observe(NodeMetric.HANDOFF_SECONDS, seconds)
         logits = self._forward([Row([room.last_token], room.position, room.pages, True) for room in running])
         drawn = self._sample(running, logits)
         outputs: defaultdict[Link, tuple[list[TokenOutput], list[DecodeReport]]] = defaultdict(lambda: ([], []))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 
-from decode_service.config import DecodeConfig
+from decode_service.config import DecodeConfig, check_pool
 from decode_service.loop import DecodeEngine
 from engine.core.messages import Registration
 from engine.core.metrics import Metrics
@@ -21,6 +21,7 @@ def main(config: DecodeConfig) -> int:
 
     def build(identity: NodeIdentity, metrics: Metrics, stack: ExitStack) -> tuple[DecodeEngine, Registration]:
         device = set_up_device(config.node)
+        check_pool(config.decode, device.pool.num_pages, device.layout.page_size)
         agent = stack.enter_context(closing(TransferAgent(identity, device.memory)))
         return DecodeEngine(device, config, agent, metrics), Registration(
             identity=identity,

@@ -51,7 +51,7 @@ from engine.device.setup import NodeDevice
 from prefill_service.config import PrefillConfig
 from prefill_service.prefix_cache import PrefixCache
 from prefill_service.request import PrefillRequest
-from prefill_service.scheduler import BatchRow, PrefillBatch, Scheduler, SendSpan
+from prefill_service.scheduler import BatchRow, PassRecord, PrefillBatch, Scheduler, SendSpan
 from transfer.agent import TransferAgent
 from transfer.sender import PageSender, Quiesced, SenderEvent, Sent, WriteFailed, WritesDone
 
@@ -91,7 +91,8 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._page_size = device.layout.page_size
         allocator = PageAllocator(device.pool.num_pages)
         self._cache = PrefixCache(allocator, config.scheduler.eviction)
-        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock)
+        on_pass = self._log_pass if log.isEnabledFor(logging.DEBUG) else None
+        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock, on_pass)
         self._agent = agent
         self._sender = PageSender(
             agent,
@@ -164,6 +165,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
                 self._peer_left(identity)
             case WritesDone(key, written, seconds):
                 self._relayed_bytes += written
+                self.metrics.observe(NodeMetric.RELAY_SECONDS, seconds)
                 room = self._end(key)
                 room.link.publish(StepOutput(relayed=(RelayReport(key, written, seconds),)))
                 room.link.report(RoomQuiesced(key))
@@ -311,6 +313,12 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         for link, made in by_link.items():
             tokens, reports = zip(*made, strict=True)
             link.publish(StepOutput(tokens=tokens, prefilled=reports))
+
+    @staticmethod
+    def _log_pass(record: PassRecord) -> None:
+        counts = {name: getattr(record, name) for name in ("waiting", "in_flight", "batch_tokens", "cached_tokens")}
+        tried = [f"{a.request.task.request_id}: {a.extend} tokens, {a.verdict.name}" for a in record.attempts]
+        log.debug("pass", extra={"number": record.number, "policy": record.in_effect, "attempts": tried, **counts})
 
     def _measure(self, tokens: int, seconds: float) -> None:
         rate = tokens / max(seconds, 1e-9)

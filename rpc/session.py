@@ -32,6 +32,8 @@ log = logging.getLogger("kvrelay.session")
 NODE_METADATA = "kvrelay-node"  # on Publish: "<node id>:<incarnation>"
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 3.0
 ANSWER_TIMEOUT_S = 10.0
+SAY_AGAIN_S = 30.0  # between log lines of an address that cannot be reached
+REPLACED = "NODE_REPLACED"  # reason of the refusal that ends a node whose id a newer process has registered
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -104,10 +106,14 @@ class Session:
         self._registration = registration
         self._engine = engine
         self._on_drain = on_drain
+        self._welcomed = 0  # times any bootstrap has taken this node in
         self.connections: set[Connection] = set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises Refused when a bootstrap says that this node does not fit its cluster."""
+        """Runs until cancelled. Raises Refused when a bootstrap will not have this node and none ever had.
+
+        Also when a new process has taken this node's id.
+        """
         async with asyncio.TaskGroup() as group:
             for address in self._addresses:
                 group.create_task(self._keep_attached(address))
@@ -118,19 +124,20 @@ class Session:
         await asyncio.gather(*(connection.flush(heartbeat) for connection in tuple(self.connections)))
 
     async def _keep_attached(self, address: str) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff, welcomed, said_at = FIRST_BACKOFF_S, self._welcomed, -SAY_AGAIN_S
         while True:
-            attached_at = time.monotonic()
             try:
                 await self._attach(address)
-            except Refused:
-                raise
             except KVRelayError as error:
-                if time.monotonic() - attached_at > MAX_BACKOFF_S:
-                    backoff = FIRST_BACKOFF_S  # it held for a while: this is a new failure, not the same one again
-                    log.warning("bootstrap lost", extra={"address": address, "error": str(error)})
-                else:
-                    log.info("bootstrap not reached", extra={"address": address, "error": str(error)})
+                # A cluster that has changed under a node that served it may change back; a node never taken in, or
+                # one whose place another process has taken, is of no use.
+                if isinstance(error, Refused) and (not self._welcomed or error.reason == REPLACED):
+                    raise
+                if self._welcomed > welcomed:  # it held: this is a new failure, not the same one again
+                    backoff, welcomed, said_at = FIRST_BACKOFF_S, self._welcomed, -SAY_AGAIN_S
+                if time.monotonic() - said_at >= SAY_AGAIN_S:
+                    said_at = time.monotonic()
+                    log.warning("no bootstrap; trying again", extra={"address": address, "error": str(error)})
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
@@ -158,6 +165,7 @@ class Session:
     async def _converse(self, address: str, welcome: pb.Welcome, attach: Any, stub: pb_grpc.BootstrapStub) -> None:
         connection = Connection(address, welcome)
         publish = stub.Publish(metadata=((NODE_METADATA, str(self._registration.identity)),))
+        self._welcomed += 1
         self.connections.add(connection)
         self._engine.post(connection, LinkUp())
         log.info("attached", extra={"address": address})

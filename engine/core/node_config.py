@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import secrets
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field

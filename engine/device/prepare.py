@@ -18,8 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tokenizers import Tokenizer
+
+from engine.core.errors import InvalidField
 from engine.core.model_store import (
     ARCHITECTURES,
     REFUSED_EXIT_CODE,
@@ -32,33 +35,55 @@ from engine.core.model_store import (
     record_prepared,
     resolve,
 )
+from engine.device.weight_files import check_weights
 
 __all__ = ["main", "prepare"]
 
 _TICK = 2.0  # seconds between signs of life
+_GGUF_MAGIC = b"GGUF"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def prepare(source: ModelSource, cache_dir: Path) -> PreparedModel:
     """Do what is needed for `find_prepared(source, cache_dir)` to answer. Raises ModelRefused."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with _lock(cache_dir / f"{source.key}.lock"):
-        if (found := find_prepared(source, cache_dir)) is not None:
-            return found
-        if source.kind == "gguf":
-            path = _convert_gguf(Path(source.location), cache_dir / source.key)
-        else:
-            path = _download(source.location) if source.kind == "hub" else Path(source.location)
-            _check_directory(path)
-        with _step("fingerprinting the weights"):
-            return record_prepared(source, cache_dir, path)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock = (cache_dir / f"{source.key}.lock").open("w")
+    except OSError as error:
+        raise ModelRefused(f"model_dir is {str(cache_dir)!r}; allowed: a directory to write to ({error})") from error
+    try:
+        with lock:
+            _lock(lock)
+            return find_prepared(source, cache_dir) or _prepare(source, cache_dir)
+    except (OSError, ValueError) as error:  # of the disk, or a name that the hub does not take
+        raise ModelRefused(f"cannot prepare {source.location}: {error}") from error
+
+
+def _prepare(source: ModelSource, cache_dir: Path) -> PreparedModel:
+    if source.kind == "gguf":
+        path = _convert_gguf(Path(source.location), cache_dir / source.key)
+    else:
+        path = _download(source.location) if source.kind == "hub" else Path(source.location)
+        _check_directory(path)
+    with _step("fingerprinting the weights"):
+        return record_prepared(source, cache_dir, path)
 
 
 def _check_directory(path: Path) -> None:
-    read_prepared(path, path.name, fingerprint="")  # refuses what we cannot serve
+    """Raise ModelRefused for what no node could serve, as far as can be told without loading it."""
+    model = read_prepared(path, path.name, fingerprint="")
     for needed in ("*.safetensors", "tokenizer.json"):
         if not any(path.glob(needed)):
             raise ModelRefused(f"{path} has no {needed}")
+    check_weights(path, model)
+    try:
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+        raise ModelRefused(f"{path / 'tokenizer.json'} is no tokenizer: {error}") from error
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= model.vocab_size:
+        problem = InvalidField("vocab_size", model.vocab_size, f"at least {largest + 1}, to hold tokenizer.json")
+        raise ModelRefused(f"{path / 'config.json'}: {problem}")
 
 
 def _download(hub_id: str) -> Path:
@@ -80,6 +105,9 @@ def _convert_gguf(file: Path, target: Path) -> Path:
     draft = target.with_name(f".{target.name}.draft")
     for leftover in (draft, target):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
+    with file.open("rb") as stream:
+        if stream.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise ModelRefused(f"{file} is no GGUF file: it does not begin with {_GGUF_MAGIC.decode()}")
     print(f"converting {file.name} ({file.stat().st_size / 1e6:.0f} MB), once", flush=True)
     try:
         with _step("loading the converter"):
@@ -104,7 +132,13 @@ def _convert_gguf(file: Path, target: Path) -> Path:
             model.save_pretrained(draft)
         for written in draft.iterdir():
             written.chmod(0o644)  # the cache may be shared between users, of a container for instance
+        _check_directory(draft)
         draft.rename(target)
+    except ModelRefused as refusal:
+        raise ModelRefused(f"{file} cannot be converted: {refusal}") from refusal
+    except Exception as error:  # whatever a reader makes of a file that is broken or cut off
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelRefused(f"{file} cannot be converted: {problem}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -135,16 +169,13 @@ def _pre_tokenizer(file: Path) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system drops it should this process die."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with _step("waiting for another process that prepares this model"):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock(file: IO[str]) -> None:
+    """Take an exclusive lock on `file`, held until it is closed; the system drops it should this process die."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with _step("waiting for another process that prepares this model"):
+            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextlib.contextmanager

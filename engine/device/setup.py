@@ -47,6 +47,10 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
     layout = layout_for(model, config.page_size, config.kv_dtype or config.dtype)
     num_pages = config.num_pages or pages_for_budget(layout, config.kv_memory)
     pool_bytes = num_pages * layout.page_bytes
+    memory = _memory(config, device)
+    if pool_bytes > memory:
+        limit = "memory_limit" if memory == config.memory_limit else "the memory of this device"
+        raise _pool_refused(num_pages, pool_bytes, f"does not fit in {_megabytes(memory)}, {limit}")
     max_context = config.max_context or model.max_context
     loaded = load_model(
         model,
@@ -54,14 +58,26 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
         max_context=max_context,
         report=report,
         device=device,
-        memory_budget=_memory(config, device) - pool_bytes,
+        memory_budget=memory - pool_bytes,
     )
-    pool = KVPool(layout, num_pages, device)
+    try:
+        pool = KVPool(layout, num_pages, device)
+    except RuntimeError as error:  # torch has no memory: others use it, or this process may not
+        raise _pool_refused(num_pages, pool_bytes, f"cannot be allocated: {str(error).splitlines()[0]}") from error
     report(
         f"page pool: {num_pages} pages of {layout.page_size} tokens, {layout.page_bytes} bytes each, "
-        f"{pool_bytes / 1e6:,.0f} MB on {device}"
+        f"{_megabytes(pool_bytes)} on {device}"
     )
     return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context)
+
+
+def _pool_refused(num_pages: int, pool_bytes: int, why: str) -> ConfigError:
+    pool = f"page pool of {_megabytes(pool_bytes)} ({num_pages} pages)"
+    return ConfigError([f"kv_memory, num_pages: a {pool} {why}"])
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
 
 
 def _pick(device: Device) -> torch.device:
@@ -73,8 +89,8 @@ def _pick(device: Device) -> torch.device:
 
 def _memory(config: NodeConfig, device: torch.device) -> int:
     """Bytes that weights and page pool may take together."""
-    if config.memory_limit is not None:
-        return config.memory_limit
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        there_is = int(torch.cuda.mem_get_info(device)[1])
+    else:
+        there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return there_is if config.memory_limit is None else min(config.memory_limit, there_is)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.core.model_store import ModelRefused, PreparedModel
 from engine.core.types import DTYPE_BYTES
 from engine.device.runner import ATTENTION
+from engine.device.weight_files import tensor_shapes
 
 __all__ = ["load_model", "read_weights", "weight_bytes"]
 
@@ -38,9 +38,9 @@ def load_model(
 
     `max_context` is the longest sequence that will be served, in tokens, and `memory_budget` what the weights may
     take, in bytes. `report` gets a line before and after. Raises ModelRefused when the model's attention is not
-    what the kernels do at that length, or its weights are beyond the budget.
+    what the kernels do at that length, its weights are beyond the budget, or it cannot be loaded.
     """
-    config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+    config = _from_pretrained(AutoConfig, model.path, local_files_only=True)
     _check_attention(config, model, max_context)
     size = weight_bytes(model.path, dtype)
     if memory_budget is not None and size > memory_budget:
@@ -66,9 +66,8 @@ def load_model(
 
 def read_weights(path: Path, **options: Any) -> PreTrainedModel:
     """transformers' from_pretrained, but what it would fill with random numbers is a ModelRefused here."""
-    read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     loaded: PreTrainedModel
-    loaded, info = read
+    loaded, info = _from_pretrained(AutoModelForCausalLM, path, output_loading_info=True, **options)
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             raise ModelRefused(f"{path} has bad weights, {problem}: {', '.join(map(str, sorted(info[problem])[:5]))}")
@@ -77,12 +76,16 @@ def read_weights(path: Path, **options: Any) -> PreTrainedModel:
 
 def weight_bytes(path: Path, dtype: str) -> int:
     """Bytes that all tensors in a directory's safetensors files take in `dtype`. Reads the files' headers only."""
-    elements = 0
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        elements += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return elements * DTYPE_BYTES[dtype]
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values()) * DTYPE_BYTES[dtype]
+
+
+def _from_pretrained(factory: Any, path: Path, **options: Any) -> Any:
+    """What transformers makes of `path`, or ModelRefused: what a bad file raises there is anything at all."""
+    try:
+        return factory.from_pretrained(path, **options)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelRefused(f"{path} cannot be loaded: {problem}") from error
 
 
 def _check_attention(config: PreTrainedConfig, model: PreparedModel, max_context: int) -> None:

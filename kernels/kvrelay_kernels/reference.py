@@ -102,11 +102,12 @@ def decode_attention(query: Tensor, pages: Tensor, page_table: Tensor, seq_lens:
 class _DecodePlan:
     """Which rows a decode step reads. The same for all layers of a step, so each step makes it once.
 
-    Made from `strides` (of the pages), `heads`, `page_table` and `seq_lens`. rows: [sum of heads * seq_len] int64, by
-    request, then head, then token. starts: [B * heads + 1], where each head's rows begin. sizes: rows of each request.
+    Made from `geometry` (shape and strides of the pages), `heads`, `page_table` and `seq_lens`. rows: [sum of heads *
+    seq_len] int64, by request, then head, then token. starts: [B * heads + 1], where each head's rows begin. sizes:
+    rows of each request.
     """
 
-    strides: tuple[int, ...]
+    geometry: tuple[tuple[int, ...], tuple[int, ...]]
     heads: int
     page_table: Tensor
     seq_lens: Tensor
@@ -124,7 +125,7 @@ def _decode_plan(pages: Tensor, page_table: Tensor, seq_lens: Tensor, heads: int
     plan = _last_plan
     if (
         plan is None
-        or plan.strides != pages.stride()
+        or plan.geometry != (pages.shape, pages.stride())
         or plan.heads != heads
         or not torch.equal(plan.seq_lens, seq_lens)
         or not torch.equal(plan.page_table, page_table)
@@ -137,7 +138,7 @@ def _decode_plan(pages: Tensor, page_table: Tensor, seq_lens: Tensor, heads: int
         starts = torch.zeros(len(lengths) * heads + 1, dtype=torch.int64, device=pages.device)
         torch.cumsum(seq_lens.repeat_interleave(heads), 0, out=starts[1:])
         plan = _DecodePlan(
-            strides=pages.stride(),
+            geometry=(pages.shape, pages.stride()),
             heads=heads,
             page_table=page_table.clone(),
             seq_lens=seq_lens.clone(),

@@ -296,11 +296,9 @@ def test_cancelled_requests_leave_nothing_behind(served: Cluster, wait_for: str)
 
 
 def test_deadline_ends_a_request_everywhere(served: Cluster) -> None:
-    began = time.monotonic()
     code, _ = status(served.generation.Generate(Cluster.request(prompt(300), 1500), timeout=0.5))
     assert code == grpc.StatusCode.DEADLINE_EXCEEDED
     served.settle()
-    assert time.monotonic() - began < 60
 
 
 def test_client_that_vanishes(served: Cluster) -> None:
@@ -309,7 +307,7 @@ def test_client_that_vanishes(served: Cluster) -> None:
     stream = generation_pb2_grpc.GenerationStub(channel).Generate(Cluster.request(prompt(50), 1500))
     next(stream)
     channel.close()
-    assert_eventually(lambda: not served.admin_live(), "the request is gone")
+    assert_eventually(lambda: not served.live(), "the request is gone")
 
 
 def test_cancel_in_a_storm(served: Cluster, model: Path) -> None:

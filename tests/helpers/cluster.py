@@ -170,10 +170,8 @@ class Cluster:
     def nodes(self, inspect: bool = False) -> list[admin_pb2.Node]:
         return list(self.admin.ListNodes(admin_pb2.ListNodesRequest(inspect=inspect), timeout=20).nodes)
 
-    def admin_live(self) -> list[str]:
-        """Ids of live requests."""
-        reply = self.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=20)
-        return [request.request_id for request in reply.requests]
+    def live(self) -> list[admin_pb2.LiveRequest]:
+        return list(self.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=20).requests)
 
     def settle(self) -> None:
         """Assert that, once nothing is going on, every page of every node is free or cached and all books are right."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from engine.core.messages import (
@@ -27,7 +29,8 @@ from engine.core.messages import (
 )
 from engine.core.sampling import FinishReason
 from engine.core.types import Role, TokenOutput
-from kvrelay.v1.generation_pb2 import AbortRequest
+from kvrelay.v1.generation_pb2 import AbortRequest, GenerateRequest
+from kvrelay.v1.generation_pb2_grpc import GenerationStub
 from kvrelay.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
 from tests.helpers.front_door import SERVING
@@ -309,3 +312,27 @@ async def test_a_request_waits_until_a_decode_node_has_room(cluster: FrontCluste
     await decode.report(Grant(reservation.key, (1,), 300))
     await prefill.publish(text_tokens(cluster.text, reservation.key, "hello", FinishReason.LENGTH))
     assert (await reply.to_end()).text == "hello"
+
+
+async def test_clients_that_vanish_in_the_middle_leave_no_error_in_the_log(
+    cluster: FrontCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They read nothing more, so that a message is on its way to each of them when the connection goes."""
+    prefill, decode = await cluster.pair()
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{cluster.server.port}", options=options)
+    stub: Any = GenerationStub(channel)
+    calls = []  # kept, as a call that nobody holds is cancelled
+    for _ in range(8):
+        call = stub.Generate(GenerateRequest(text="x", stopping={"max_new_tokens": 390}, response={"logprobs": True}))
+        calls.append(call)
+        key = await cluster.bound(prefill, decode)
+        answer = text_tokens(cluster.text, key, "<|assistant|>" * 389)
+        await prefill.publish(answer[:1])
+        assert (await call.read()).HasField("started")
+        for start in range(1, len(answer), 4):
+            await decode.publish(answer[start : start + 4])
+            await decode.beat()
+    await channel.close(None)
+    await cluster.idle()
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("grpc")] == []

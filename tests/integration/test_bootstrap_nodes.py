@@ -125,6 +125,12 @@ async def test_a_restarted_node_replaces_its_former_self(cluster: FrontCluster) 
     assert (await reply.to_end()).text == "hello"
 
 
+async def test_a_node_does_not_take_the_place_of_one_of_the_other_role(cluster: FrontCluster) -> None:
+    prefill = await cluster.join(Role.PREFILL, "newcomer")
+    assert (await refusal(cluster))["field"] == "identity.node_id"
+    await prefill.beat()
+
+
 async def test_a_silent_node_loses_its_lease(tmp_path: Path) -> None:
     async with front_cluster(tmp_path, lease_seconds=0.5) as cluster:
         node = StubNode(cluster.channel, registration(Role.PREFILL), SERVING, beat_s=3600)

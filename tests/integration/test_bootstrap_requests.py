@@ -26,6 +26,7 @@ from kvrelay.v1.generation_pb2 import (
     TokenizeRequest,
 )
 from kvrelay.v1.generation_pb2_grpc import GenerationStub
+from rpc.errors import from_rpc_error
 from tests.helpers.cluster import free_port
 from tests.helpers.front_cluster import FrontCluster, Reply, front_cluster, text_tokens
 from tests.helpers.front_door import SERVING, registration
@@ -164,9 +165,34 @@ async def test_text_that_is_no_utf8(cluster: FrontCluster) -> None:
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_long_prompt_is_tokenized_off_the_loop(cluster: FrontCluster) -> None:
-    error = await cluster.generate("hello " * 5000).error()
-    assert (error.code, error.metadata["field"]) == ("INVALID_ARGUMENT", "prompt tokens")
+CHAT_TOO_LONG: dict[str, Any] = {"messages": [{}] * 1025}
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt"),
+    [
+        ("text", {"text": "hello " * 5000}),
+        ("chat.messages", {"chat": CHAT_TOO_LONG}),
+        ("chat.messages", {"chat": {"messages": [{"content": "hello " * 5000}]}}),
+    ],
+)
+async def test_what_cannot_fit_is_refused_wherever_it_is_sent(
+    cluster: FrontCluster, field: str, prompt: dict[str, Any]
+) -> None:
+    error = await cluster.generate(None, **prompt).error()
+    assert (error.code, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
+    with pytest.raises(grpc.RpcError) as refused:
+        await cluster.generation.Tokenize(TokenizeRequest(**prompt))
+    assert from_rpc_error(refused.value).metadata["field"] == field
+
+
+async def test_more_ids_than_the_context_holds_are_not_read(cluster: FrontCluster) -> None:
+    """None of them is a token, which would be said first if they were looked at."""
+    ids = [999] * 513
+    error = await cluster.generate(None, token_ids={"ids": ids}).error()
+    assert error.metadata["field"] == "prompt tokens"
+    with pytest.raises(grpc.RpcError, match="token_ids is 513"):
+        await cluster.generation.Detokenize(DetokenizeRequest(token_ids=ids))
 
 
 async def test_text_both_ways(cluster: FrontCluster) -> None:

@@ -251,12 +251,12 @@ async def test_output_that_is_not_taken_ends_the_session_but_not_the_node(peer: 
     """To be refused by Publish is no refusal of the node: its session may just have ended on the other side."""
     written = asyncio.Event()
 
-    async def refuse(_: Any) -> None:
+    async def not_attached(_: Any) -> None:
         if when == "while it is being written":
             await written.wait()
         raise Refused("no session of this node: attach first", reason="NOT_ATTACHED")
 
-    peer.on_publish = refuse
+    peer.on_publish = not_attached
     async with node(peer.address) as one:
         link = await one.link()
         await until(lambda: bool(peer.publishers), "Publish began")
@@ -272,19 +272,41 @@ async def test_output_that_is_not_taken_ends_the_session_but_not_the_node(peer: 
         assert not one.running.done()
 
 
-async def test_a_refusal_ends_the_session_for_good(peer: BootstrapPeer) -> None:
-    async def refuse(_: Any) -> None:
-        raise Refused("page_size is 8, here 16", field="page_size")
+async def refuse(_: Any) -> None:
+    raise Refused("page_size is 8, here 16", field="page_size")
 
+
+async def test_a_node_that_was_never_taken_in_gives_up_with_the_reason(peer: BootstrapPeer) -> None:
     peer.on_attach = refuse
-    async with bootstrap_peer() as other, node(peer.address, other.address) as one:
+    async with node(f"127.0.0.1:{free_port()}", peer.address) as one:
         with pytest.raises(ExceptionGroup) as caught:
             await one.running
         (refusal,) = caught.value.exceptions
         assert isinstance(refusal, Refused)
         assert (str(refusal), refusal.metadata) == ("page_size is 8, here 16", {"field": "page_size"})
         assert peer.dialled == 1
-        assert not one.session.connections
+        assert not one.engine.taken
+
+
+@pytest.mark.parametrize("refused_by", ["the same", "another"])
+async def test_a_node_that_was_taken_in_once_tries_again(peer: BootstrapPeer, refused_by: str) -> None:
+    """Its cluster may have changed, and may change back."""
+    other = BootstrapPeer(0.03, 30)
+    other.port = free_port()
+    async with node(peer.address, other.address) as one:
+        session, refusing = await peer.session(), peer if refused_by == "the same" else other
+        refusing.on_attach = refuse
+        if refusing is peer:
+            session.end(Refused("page_size is 8, here 16", field="page_size"))
+        else:
+            await other.start()
+        dialled = refusing.dialled
+        await until(lambda: refusing.dialled >= dialled + 2, "it tries again")
+        assert session.over == (refusing is peer)
+        refusing.on_attach = None
+        await one.link(2)
+        assert not one.running.done()
+    await other.stop()
 
 
 async def test_replaced_by_a_newer_process(peer: BootstrapPeer) -> None:

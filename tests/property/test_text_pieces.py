@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.detokenize import IncrementalDetokenizer
 from bootstrap.stop_strings import StopStrings
 from bootstrap.text import TextModel
+from engine.core.types import RoomKey, TokenOutput
 from tests.helpers.tiny_tokenizer import byte_id, byte_level_tokenizer, fallback_tokenizer
 
 BYTES = TextModel(byte_level_tokenizer())
@@ -108,3 +110,22 @@ def test_no_more_is_held_back_than_may_start_a_stop_string(text: str, stops: lis
     if matcher.matched is None:
         held = text[len(shown) :]
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet=st.sampled_from("aé漢😀"), max_size=12),
+    st.lists(st.text(alphabet=st.sampled_from("aé漢😀"), min_size=1, max_size=3), max_size=3),
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_stop_strings_are_searched_for_behind_min_new_tokens(
+    text: str, stops: list[str], least: int, fallback: bool
+) -> None:
+    """From the first character on that no part of an earlier token is in, however its bytes are held back."""
+    ids = [3 + byte for byte in text.encode()] if fallback else BYTES.encode(text)
+    spared = BYTES.decode(BYTES.encode(text)[:least])  # ends in one replacement character, if in half a character
+    answer = Answer(FALLBACK if fallback else BYTES, AnswerOptions(stop=tuple(stops), min_new_tokens=least))
+    shown = "".join(answer.extend([TokenOutput(RoomKey(1, 0), i, id, 0.0)]).text for i, id in enumerate(ids))
+    searched, matched = naive(text[len(spared) :], stops)
+    assert (shown + answer.finish(), answer.matched_stop) == (text[: len(spared)] + searched, matched)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ class CannedGeneration(generation_pb2_grpc.GenerationServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled = threading.Event()
+        self.hurry = threading.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -45,6 +47,8 @@ class CannedGeneration(generation_pb2_grpc.GenerationServicer):
         if request.model == "other":
             raise NotFound("model 'other' is not served here")
         yield pb.GenerateResponse(started=pb.Started(request_id=request.request_id or "r-1", prompt_tokens=3))
+        if prompt == "slow":
+            await asyncio.to_thread(self.hurry.wait, 10)
         for index, word in enumerate(prompt.split()):
             yield pb.GenerateResponse(delta=pb.Delta(index=index, token_ids=[100 + index], text=f"{word} "))
         if prompt == "for ever":
@@ -57,7 +61,7 @@ class CannedGeneration(generation_pb2_grpc.GenerationServicer):
                 reason=types_pb2.FINISH_REASON_STOP,
                 stop_token=2,
                 text="end",
-                usage=pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=2),
+                usage=pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=7),
                 timing=pb.Timing(total=0.5, prefill=0.25, decode=0.1, relayed_bytes=2_000_000, relay=0.001, attempts=1),
             )
         )
@@ -70,6 +74,7 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
     def __init__(self) -> None:
         self.drains: list[admin_pb2.DrainRequest] = []
         self.problems: list[str] = []
+        self.busy = False
 
     def listing(self, *, running: int = 1, draining: bool = False, gone: bool = False) -> admin_pb2.ListNodesResponse:
         stats = types_pb2.NodeStats(
@@ -78,7 +83,12 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
         )  # fmt: skip
         node = admin_pb2.Node(node_id="prefill-0", incarnation="abc", role=types_pb2.ROLE_PREFILL, stats=stats)
         node.problems.extend(self.problems)
-        return admin_pb2.ListNodesResponse(nodes=[] if gone else [node], queued_requests=2, live_requests=5)
+        nodes = [] if gone else [node]
+        if self.busy:
+            numbers = {f.name: 12345 for f in stats.DESCRIPTOR.fields if f.name not in ("serving", "draining")}
+            stats = types_pb2.NodeStats(serving=True, **numbers)  # type: ignore[arg-type]  # all are numbers
+            nodes.append(admin_pb2.Node(node_id="decode-0", role=types_pb2.ROLE_DECODE, stats=stats))
+        return admin_pb2.ListNodesResponse(nodes=nodes, queued_requests=2, live_requests=5)
 
     async def ListNodes(self, request: admin_pb2.ListNodesRequest, context: Any) -> admin_pb2.ListNodesResponse:
         return self.listing()
@@ -189,11 +199,47 @@ def test_generate_json_and_timing(run: Run, capsys: Capture) -> None:
     assert answer["token_ids"] == [100, 101]
     assert answer["request_id"] == "mine"
     assert (answer["finish_reason"], answer["matched"]) == ("stop", 2)
-    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 7}
     assert answer["timing"]["prefill"] == 0.25
     lines = {line.split("  ")[1]: line.split() for line in err.splitlines() if line.startswith("  ")}
     assert lines["prefill"][1] == "0.2500"
     assert lines["GB/s"][1] == "2.00"
+
+
+def test_times_add_up_and_the_rate_is_of_the_time_decode_spans(run: Run, capsys: Capture) -> None:
+    assert run("generate", "one two", "--timing") == 0
+    lines = [line.strip().split("  ") for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    values = {line[0]: next(cell.strip() for cell in line[1:] if cell) for line in lines}
+    phases = list(values)[: list(values).index("total")]
+    assert sum(float(values[phase]) for phase in phases) == pytest.approx(float(values["total"]))
+    assert values["first step"] == "0.1500"
+    assert values["a second"] == "50.00"  # of 7 tokens, 5 came in the 0.1 s after the decode node's first
+
+
+class Terminal(io.StringIO):
+    """A terminal that tells when something is waited for."""
+
+    def __init__(self, seen: threading.Event):
+        super().__init__()
+        self._seen = seen
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if "waiting for the first token" in text:
+            self._seen.set()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_sign_of_life_before_the_first_token(
+    run: Run, front: Front, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("cli.show.SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr("sys.stderr", Terminal(front.generation.hurry))
+    assert run(command, "slow") == 0
+    assert front.generation.hurry.is_set()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +258,9 @@ def test_failed_request_is_one_clear_line(run: Run, front: Front, capsys: Captur
 
 def test_nobody_listens(capsys: Capture) -> None:
     assert main(["generate", "hi", "--bootstrap", "127.0.0.1:1"], {}) == 1
-    assert capsys.readouterr().err == "kvrelay: UNAVAILABLE: cannot reach 127.0.0.1:1: Connection refused\n"
+    assert capsys.readouterr().err == (
+        "kvrelay: UNAVAILABLE: cannot reach 127.0.0.1:1 (Connection refused): is a cluster running? (kvrelay up)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,10 +332,26 @@ def test_status(run: Run, capsys: Capture) -> None:
     assert "tiny at 127.0.0.1:" in out
     assert "5 live, 2 of them waiting" in out
     header, row = (line.split() for line in out.splitlines()[3:5])
-    assert row[:5] == ["prefill-0", "prefill", "serving", "64", "50"]
-    assert header[:5] == ["node", "role", "state", "pages", "free"]
+    assert row[:6] == ["prefill-0", "prefill", "serving", "64", "50", "14"]
+    assert header[:6] == ["node", "role", "state", "pages", "free", "cached"]
+    assert header[6:] == ["running", "cache", "hits", "relayed", "seen"]  # what is zero everywhere is left out
     assert "25%" in row
     assert "r-7" in out
+
+
+def test_status_of_a_busy_cluster_fits_a_terminal(run: Run, front: Front, capsys: Capture) -> None:
+    front.admin.busy = True
+    assert run("status") == 0
+    out = capsys.readouterr().out
+    assert "transferring" in out
+    assert "room (tokens)" in out
+    assert max(map(len, out.splitlines())) <= 105
+    assert out.count("decode-0") == 2  # the table goes on below
+
+
+def test_inspection_says_that_it_found_nothing(run: Run, capsys: Capture) -> None:
+    assert run("status", "--inspect") == 0
+    assert capsys.readouterr().out.endswith("\nbooks checked: no problems\n")
 
 
 def test_status_json_and_problems(run: Run, front: Front, capsys: Capture) -> None:
@@ -327,8 +391,8 @@ def test_health(front: Front, capsys: Capture) -> None:
     assert main(["health", "127.0.0.1:1"], {}) == 1
     first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert (first, second) == ("SERVING", "SERVING")
-    assert third.startswith("NOT_FOUND")
-    assert fourth.startswith("UNAVAILABLE")
+    assert third == f"NOT_FOUND: no service 'no.Such' at {front.address}"
+    assert fourth == "UNAVAILABLE: cannot reach 127.0.0.1:1 (Connection refused)"
 
 
 # ---- as a process ----
@@ -389,6 +453,18 @@ def test_reader_that_leaves_early(front: Front) -> None:
         assert child.wait(timeout=10) in (0, 1)
         assert child.stderr is not None
         assert child.stderr.read() == ""
+
+
+def test_node_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    command = [sys.executable, "-P", "-m", "cli.main", "decode", "--bootstrap", "a:1, b:2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
+    first, second = done.stderr.splitlines()
+    assert " starting role=decode node=" in first
+    assert first.endswith(" bootstrap=a:1,b:2")
+    assert second == "torch is imported"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -8,18 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cli.cluster import Plan, claim_address, plan_cluster
+from bootstrap.config import BootstrapConfig
+from cli.cluster import Interrupts, Plan, claim_address, plan_cluster
+from cli.main import main
+from cli.services import load_service
+from decode_service.config import DecodeConfig
 from engine.core.errors import ConfigError
+from prefill_service.config import PrefillConfig
+from tests.helpers.cluster import assert_eventually
 
 ROOT = Path(__file__).parents[2]
 
-# A bootstrap that lists two serving nodes. SIGTERM ends it with 0.
+# A bootstrap that lists the nodes that a file names, all serving. SIGTERM ends it with 0.
 BOOTSTRAP = """
 import signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +34,10 @@ import grpc
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 class Admin(admin_pb2_grpc.AdminServicer):
     def ListNodes(self, request, context):
-        names = ("prefill-0", "decode-0")
-        nodes = [admin_pb2.Node(node_id=n, stats=types_pb2.NodeStats(serving=True)) for n in names]
+        names = open(sys.argv[2]).read().split()
+        role = lambda n: types_pb2.ROLE_PREFILL if n.startswith("prefill") else types_pb2.ROLE_DECODE
+        serving = types_pb2.NodeStats(serving=True)
+        nodes = [admin_pb2.Node(node_id=n, incarnation=n, role=role(n), stats=serving) for n in names]
         return admin_pb2.ListNodesResponse(nodes=nodes)
 over = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: (print("bootstrap stops", flush=True), over.set()))
@@ -66,7 +75,7 @@ from engine.core.node_config import NodeConfig
 commands, patience = eval(sys.argv[2]), float(sys.argv[3])
 env = dict(__import__("os").environ)
 roles = {name: name.split("-")[0] for name in commands}
-plan = Plan(sys.argv[1], NodeConfig(drain_timeout=patience), commands, roles, env)
+plan = Plan(sys.argv[1], "", NodeConfig(drain_timeout=patience), commands, roles, env)
 with Interrupts() as interrupts:
     cluster = Cluster(plan, interrupts)
     try:
@@ -83,10 +92,12 @@ print("orderly" if cluster.orderly else "disorderly", flush=True)
 
 
 class Up:
-    """The parent process: what it says, line by line."""
+    """The parent process: what it says, line by line. After a line that begins with `until`, nobody reads on."""
 
-    def __init__(self, process: subprocess.Popen[str]):
+    def __init__(self, process: subprocess.Popen[str], nodes: Path, until: str | None):
         self.process = process
+        self.nodes = nodes  # what the bootstrap lists
+        self._until = until
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)
@@ -94,43 +105,76 @@ class Up:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify_all()
+        with self.process.stdout as stdout:
+            for line in stdout:
+                with self._news:
+                    self.lines.append(line.rstrip())
+                    self._news.notify_all()
+                if self._until is not None and line.startswith(self._until):
+                    return
 
     def wait_for(self, *lines: str) -> None:
         with self._news:
             assert self._news.wait_for(lambda: set(lines) <= set(self.lines), timeout=20), self.lines
 
+    def closed(self) -> None:
+        """Wait until nobody reads any more."""
+        self._reader.join(timeout=20)
+        assert not self._reader.is_alive(), self.lines
+
     def ended(self) -> list[str]:
         assert self.process.wait(timeout=20) == 0
-        self._reader.join()
+        self.closed()
         return self.lines
 
-    def pid(self, name: str) -> int:
+    def pids(self) -> dict[str, int]:
         (line,) = [line for line in self.lines if line.startswith("started")]
         names, ids = line.removeprefix("started ").removesuffix(")").split(" (process ids ")
-        return int(dict(zip(names.split(", "), ids.split(", "), strict=True))[name])
+        return dict(zip(names.split(", "), map(int, ids.split(", ")), strict=True))
+
+    def orphans(self) -> list[str]:
+        return [name for name, pid in self.pids().items() if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process does anything: it may have ended and wait for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @contextlib.contextmanager
-def started(prefill: str = NODE, how: str = "quick", patience: float = 20) -> Iterator[Up]:
+def started(
+    prefill: str = NODE, how: str = "quick", patience: float = 20, until: str | None = None, prelude: str = ""
+) -> Iterator[Up]:
+    with tempfile.TemporaryDirectory() as directory:
+        nodes = Path(directory, "nodes")
+        nodes.write_text("prefill-0 decode-0")
+        with launched(nodes, prefill, how, patience, until, prelude) as up:
+            yield up
+
+
+@contextlib.contextmanager
+def launched(nodes: Path, prefill: str, how: str, patience: float, until: str | None, prelude: str) -> Iterator[Up]:
     address = claim_address("127.0.0.1:0")
     commands = {
-        "bootstrap": (sys.executable, "-c", BOOTSTRAP, address),
+        "bootstrap": (sys.executable, "-c", BOOTSTRAP, address, str(nodes)),
         "prefill-0": (sys.executable, "-c", prefill, "prefill-0", how),
         "decode-0": (sys.executable, "-c", NODE, "decode-0", "quick"),
     }
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "proto", "kernels"))}
-    command = [sys.executable, "-c", UP, address, repr(commands), str(patience)]
+    command = [sys.executable, "-c", prelude + UP, address, repr(commands), str(patience), str(nodes.parent / "now")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
-        up = Up(process)
+        up = Up(process, nodes, until)
         try:
             yield up
         finally:
             process.terminate()
-            up.ended()
+            process.wait(timeout=20)
+            up.closed()
+            for name in up.orphans():  # of a test that failed
+                os.kill(up.pids()[name], signal.SIGKILL)
 
 
 def serving(up: Up) -> None:
@@ -180,10 +224,90 @@ def test_deadline_kills_what_does_not_leave() -> None:
 def test_death_of_a_needed_child_ends_the_cluster() -> None:
     with started() as up:
         serving(up)
-        os.kill(up.pid("prefill-0"), signal.SIGKILL)
+        os.kill(up.pids()["prefill-0"], signal.SIGKILL)
         lines = up.ended()
     assert "  prefill-0 | prefill-0 runs" in lines  # its last words again, where one looks for them
-    assert lines[-2:] == ["prefill-0 ended with SIGKILL", "disorderly"]
+    assert lines[-2:] == ["prefill-0 ended with SIGKILL, and no prefill node is left", "disorderly"]
+
+
+def test_cluster_goes_on_while_a_node_started_by_hand_has_the_pool() -> None:
+    with started() as up:
+        serving(up)
+        up.nodes.write_text("prefill-0 decode-0 decode-by-hand")
+        os.kill(up.pids()["decode-0"], signal.SIGTERM)  # which is how a drained node ends, too
+        up.wait_for("decode-0 has left; decode-by-hand goes on")
+        up.nodes.write_text("prefill-0")
+        lines = up.ended()
+    assert lines[-2:] == ["decode-0 has left, and no decode node is left", "orderly"]
+
+
+# Ctrl-C at the worst moment: inside Popen.poll, which then keeps its lock for ever.
+CTRL_C_WITHIN_POLL = """
+import os, signal, subprocess, sys
+class Popen(subprocess.Popen):
+    def poll(self):
+        if os.path.exists(sys.argv[4]):
+            self._waitpid_lock.acquire()
+            os.unlink(sys.argv[4])
+            os.kill(os.getpid(), signal.SIGINT)
+            self._waitpid_lock.release()
+        return super().poll()
+subprocess.Popen = Popen
+"""
+
+
+def test_ctrl_c_while_children_are_looked_after() -> None:
+    with started(prelude=CTRL_C_WITHIN_POLL) as up:
+        serving(up)
+        (up.nodes.parent / "now").touch()
+        lines = up.ended()
+    assert lines[-2:] == ["interrupted", "orderly"]
+
+
+# In the next tests `prefill-0` ends by SIGKILL only: the kernel's SIGTERM to the children of a process that has ended
+# must not be what ends them.
+
+
+def test_nothing_is_left_when_the_reader_goes_first() -> None:  # kvrelay up 2>&1 | tee log, Ctrl-C
+    with started(prefill=STUBBORN, patience=-4.5, until="serving") as up:
+        up.closed()
+        up.process.send_signal(signal.SIGINT)
+        up.process.wait(timeout=20)
+        assert up.orphans() == []
+
+
+def test_nothing_is_left_when_nobody_reads_an_answer() -> None:  # kvrelay demo 2>&1 | head -2
+    with started(prefill=STUBBORN, patience=-4.5, until="started") as up:
+        up.process.wait(timeout=20)  # by itself: "serving" cannot be written
+        assert up.orphans() == []
+
+
+def test_nothing_is_left_when_the_terminal_is_closed() -> None:
+    with started(prefill=STUBBORN, patience=-4.5) as up:
+        up.wait_for("serving")
+        up.process.send_signal(signal.SIGHUP)
+        up.process.send_signal(signal.SIGHUP)  # from the kernel, and from the shell
+        lines = up.ended()
+        assert up.orphans() == []
+    assert lines[-2:] == ["interrupted", "disorderly"]
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to end the children")
+def test_nothing_is_left_when_the_parent_is_killed() -> None:
+    with started() as up:
+        serving(up)
+        up.process.kill()
+        up.process.wait(timeout=20)
+        assert_eventually(lambda: up.orphans() == [], "the children end")
 
 
 def test_child_that_fails_to_start_is_reported() -> None:
@@ -201,7 +325,7 @@ def test_plan_gives_every_child_its_options() -> None:
     plan = planned({"KVRELAY_LISTEN": "0.0.0.0:1", "KVRELAY_CHUNK_SIZE": "64"}, page_size="32", max_running="4")
     assert list(plan.commands) == ["bootstrap", "prefill-0", "prefill-1", "decode-0"]
     decode, prefill = " ".join(plan.commands["decode-0"]), " ".join(plan.commands["prefill-1"])
-    assert "--listen 127.0.0.1:0 --bootstrap 127.0.0.1:7070" in decode
+    assert "--listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 --bootstrap 127.0.0.1:7070" in decode
     assert "--node-id decode-0" in decode
     assert "--page-size=32" in decode
     assert "--max-running=4" in decode
@@ -218,13 +342,42 @@ def test_threads_are_the_cores_shared_out() -> None:
     assert not any("--threads" in word for word in given.commands["decode-0"])
 
 
+def test_one_file_serves_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "0.0.0.0:1"\n')
+    monkeypatch.chdir(tmp_path)
+    plan = plan_cluster(1, 1, "127.0.0.1:7070", {}, {}, Path("cluster.toml"))
+    for command in plan.commands.values():
+        (file,) = [word.removeprefix("--config=") for word in command if word.startswith("--config=")]
+        assert Path(file) == tmp_path / "cluster.toml"  # wherever the child runs
+    assert load_service(BootstrapConfig, tmp_path / "cluster.toml", {}, {}).max_queue == 7
+    assert load_service(DecodeConfig, tmp_path / "cluster.toml", {}, {}).decode.max_running == 3
+    assert load_service(PrefillConfig, tmp_path / "cluster.toml", {}, {}).scheduler.chunk_size == 64
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_mistake_in_the_file_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_flag: bool
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("max_que = 7\n")
+    argv, env = (["--config", str(file)], {}) if by_flag else ([], {"KVRELAY_CONFIG": str(file)})
+    assert main(["up", "--address", "127.0.0.1:0", *argv], env) == 2
+    assert capsys.readouterr().err == f"kvrelay: max_que in {file}: no such option, did you mean max_queue?\n"
+
+
+def test_metrics_address_of_the_bootstrap_is_known() -> None:
+    plan = planned({})
+    assert f"--metrics-listen {plan.metrics}" in " ".join(plan.commands["bootstrap"])
+    assert not plan.metrics.endswith(":0")
+
+
 def test_mistakes_are_found_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="page-size"):
         planned({}, page_size="none")
 
 
 def test_address_in_use_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="in use"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use.*--address 127"):
         claim_address(f"127.0.0.1:{taken.getsockname()[1]}")
     for wrong in ("nowhere", "127.0.0.1:x", "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match="--address"):

@@ -99,6 +99,16 @@ def test_unreadable_file_is_a_problem(tmp_path: Path, content: bytes) -> None:
             load(Config, file=file, env={}, flags={})
 
 
+def test_file_may_hold_options_of_others_that_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("page_size = 8\nmax_queue = 9\nmax-running = 3\n")
+    known = {"max_queue", "max_running"}
+    assert load(Config, file=file, env={}, flags={}, known=known).page_size == 8
+    file.write_text("max_queu = 9\n")
+    with pytest.raises(ConfigError, match=r"max_queu in .*: no such option, did you mean max_queue\?"):
+        load(Config, file=file, env={}, flags={}, known=known)
+
+
 def test_rules_between_fields() -> None:
     with pytest.raises(ConfigError, match="may not be 13"):
         load(Config, file=None, env={}, flags={"page_size": "13"})
@@ -142,6 +152,7 @@ def test_flags_come_from_the_declaration(capsys: pytest.CaptureFixture[str]) -> 
     assert "--chunk-size TOKENS tokens of one prompt in one forward; 100 % of it (default: 512 tokens)" in shown
     assert "Scheduling:" in shown
     assert "default: 2GiB" in shown
+    assert "--bootstrap HOST:PORT,..." in shown
 
 
 def test_docs_table_names_every_option() -> None:

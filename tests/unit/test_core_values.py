@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -112,7 +113,9 @@ NODE_ID_LIMIT = "allowed: at most 128 printable ASCII characters and no space"
 
 
 def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
-    assert NodeConfig().name("prefill").endswith("-prefill")
+    first, second = (NodeConfig().name("prefill") for _ in range(2))
+    assert first.startswith(f"{socket.gethostname()}-prefill-")
+    assert first != second, "two nodes of one host must not take each other's place"
     assert NodeConfig(node_id="p7").name("prefill") == "p7"
 
 

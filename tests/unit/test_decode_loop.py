@@ -301,6 +301,20 @@ def test_who_gives_way_when_pages_run_out(
     assert blocker not in [key for key, _, _ in failed(link)]
 
 
+def test_a_prompt_counts_without_the_answer_in_it(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    """Two of equal progress: the one whose own prompt is longer gives way, though fewer tokens came with its pages."""
+    arriving(d, link, writer, prompt=(PAGES - 7) * PAGE, max_new=1)
+    fresh, resumed = reserve(writer, 8, 20), reserve(writer, 10, 10, first_index=4)
+    d.tell(link, fresh, resumed)
+    write(writer, d, grant_of(d, link, key_of(fresh)), note())
+    d.until(lambda: len(link.tokens(key_of(fresh))) == 4, "one has a start of four tokens")
+    write(writer, d, grant_of(d, link, key_of(resumed)), note(4))
+    d.until(lambda: d.stats.running == 2, "the other joins it", passes=False)
+    d.until(lambda: d.stats.running == 0, "both are over")
+    assert failed(link) == [(key_of(fresh), "decoding", True)]
+    assert link.tokens(key_of(resumed))[-1].finish is FinishReason.LENGTH
+
+
 def test_the_last_one_waits_for_pages_of_others(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
     """Pages that arrive, or are fenced, come back: nothing is wrong with the one that needs them."""
     keys = running(d, link, writer, *(reserve(writer, prompt=4, max_new=14) for _ in range(2)))
@@ -400,10 +414,16 @@ def test_pages_that_all_came_too_late_are_not_decoded(d: Decode, link: Recording
     d.tell(None, RoomComplete(key, note().encode(), 2, 0.0, 0.0))  # the receiver had said so before it was told
     assert late(d) == 1
     assert d.stats.running == 0
+    (other,) = running(d, link, writer, reserve(writer))
+    d.turn()
+    d.tell(None, RoomComplete(other, note().encode(), 2, 0.0, 0.0))
+    d.tell(link, Abort(other, "x"))
+    assert late(d) == 2
+    assert [token.index for token in link.tokens(other)] == [1]
     assert pages(d) == (PAGES - 2, 0, 2)
     d.tell(link, WriterQuiesced(key))
     d.until(lambda: pages(d) == (PAGES, 0, 0), "the pages come back")
-    assert link.outputs == []
+    assert link.tokens(key) == []
 
 
 # ---- writers leave ----
@@ -454,8 +474,27 @@ def test_a_dead_writers_pages_come_free_without_a_word_of_it(d: Decode, link: Re
     d.until(lambda: pages(d) == (PAGES, 0, 0), "the writer is proven gone")
 
 
+def test_a_writer_that_came_back_as_another_is_still_watched(
+    d: Decode, link: RecordingLink, writer: LocalNode, tmp_path: Path
+) -> None:
+    """One bootstrap has met the successor, another has not yet missed the writer, nor ended what it was to write."""
+    old = NodeProcess(tmp_path / "old", PAGES, d.device.pool.page_bytes, node_id="p")
+    identity, metadata, memory = old.introduction
+    joined, other = PeerJoined(PeerInfo(identity, Role.PREFILL, memory, metadata)), RecordingLink()
+    d.tell(link, joined)
+    d.tell(other, joined)
+    key = arriving(d, other, old, prompt=8, max_new=4)
+    d.tell(link, PeerLeft(identity))
+    introduce(d, link, writer)  # of the same node id
+    assert failed(other) == []
+    old.kill()
+    d.tell(other, PeerLeft(identity))
+    assert failed(other) == [(key, "transferring", True)]
+    d.until(lambda: pages(d) == (PAGES, 0, 0), "the old one is proven gone")
+
+
 def test_a_writer_that_comes_back_is_asked_about_fenced_rooms(
-    d: Decode, link: RecordingLink, writer: LocalNode
+    d: Decode, link: RecordingLink, writer: LocalNode, tmp_path: Path
 ) -> None:
     peer = introduce(d, link, writer)
     keys = [arriving(d, link, writer, prompt=8, max_new=4) for _ in range(3)]
@@ -465,8 +504,9 @@ def test_a_writer_that_comes_back_is_asked_about_fenced_rooms(
     d.tell(new, LinkUp())
     fenced = [RoomFenced(key, writer.identity) for key in keys[:2]]
     assert new.of(RoomFenced) == fenced, "all, to a bootstrap that has just come"
-    stranger = PeerInfo(NodeIdentity("p2", "1"), Role.PREFILL, peer.memory, peer.agent_metadata)
-    d.tell(new, PeerJoined(stranger))
+    stranger = LocalNode(NodeIdentity.new("p2"), FilePool(tmp_path / "p2", PAGES, d.device.pool.page_bytes))
+    introduce(d, new, stranger)
+    stranger.close()
     assert new.of(RoomFenced) == fenced
     d.tell(new, PeerJoined(peer))
     assert new.of(RoomFenced) == fenced * 2, "and those of a writer that has"
@@ -475,6 +515,9 @@ def test_a_writer_that_comes_back_is_asked_about_fenced_rooms(
     last = RecordingLink()
     d.tell(last, LinkUp())
     assert last.of(RoomFenced) == fenced[1:]
+    d.tell(link, LinkLost())
+    still = {keys[1], keys[2]}
+    assert {report.key for report in last.of(RoomFenced)[1:]} == still, "and over any link that is left"
 
 
 # ---- what a writer says is input ----

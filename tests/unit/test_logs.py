@@ -78,9 +78,9 @@ def test_any_value_is_written(capsys: pytest.CaptureFixture[str], log_format: Lo
 def test_text_and_level(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(LogConfig(LogFormat.TEXT, LogLevel.WARNING), role="decode")
     log.info("not shown")
-    log.warning("pages are short", extra={"free": 0, "why": "two words"})
+    log.warning("pages are short", extra={"free": 0, "why": "two words", "error": None, "chat": True})
     (line,) = capsys.readouterr().err.splitlines()
-    assert line[12:] == " WARNING kvrelay.test: pages are short role=decode free=0 why='two words'"
+    assert line[12:] == " WARNING kvrelay.test: pages are short role=decode free=0 why='two words' chat=true"
 
 
 def test_thread_that_dies_is_logged(capsys: pytest.CaptureFixture[str]) -> None:

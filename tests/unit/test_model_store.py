@@ -114,7 +114,102 @@ def test_directories_that_hold_no_model_are_refused(model: Path, cache: Path, tm
         prepare(resolve(str(model)), cache)
 
 
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; allowed: a whole number from 1 to "),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers is 'three'; allowed: a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; allowed: a whole number"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; allowed: 3, as the weights have"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647; allowed: 3, as the weights have"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; allowed"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; allowed"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of num_attention_heads, 4"),
+        ({"num_key_value_heads": 4}, r"num_key_value_heads \* head_dim is 64; allowed: .*k_proj.weight is \[32, 64\]"),
+        ({"hidden_size": 66, "head_dim": None}, "hidden_size is 66; allowed: a multiple of num_attention_heads, 4"),
+        ({"hidden_size": 128}, r"hidden_size is 128; allowed: .*embed_tokens.weight is \[320, 64\]"),
+        ({"head_dim": 15}, "head_dim is 15; allowed"),
+        ({"head_dim": 32}, r"num_attention_heads \* head_dim is 128; allowed: .*q_proj.weight is \[64, 64\]"),
+        ({"intermediate_size": 97}, "intermediate_size is 97; allowed"),
+        ({"vocab_size": 0}, "vocab_size is 0; allowed"),
+        ({"vocab_size": 10}, r"vocab_size is 10; allowed: .*embed_tokens.weight is \[320, 64\]"),
+        ({"max_position_embeddings": 1e4}, "max_position_embeddings is 10000.0; allowed"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 10{30}; allowed"),
+        ({"eos_token_id": 99999}, "eos_token_id is 99999; allowed: token ids from 0 to 319"),
+        ({"eos_token_id": [2, "x"]}, "eos_token_id is .*; allowed: token ids"),
+        ({"architectures": None}, "architectures is None; allowed: a list"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; allowed: a list"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_field_and_limit(
+    model: Path, cache: Path, changes: dict[str, object], refusal: str
+) -> None:
+    edit_config(model, lambda config: config | {"vocab_size": 320, "eos_token_id": 2} | changes)
+    with pytest.raises(ModelRefused, match=f"config.json.*{refusal}"):
+        prepare(resolve(str(model)), cache)
+
+
+def test_a_missing_field_is_refused(model: Path, cache: Path) -> None:
+    edit_config(model, lambda config: {k: v for k, v in config.items() if k != "num_hidden_layers"})
+    with pytest.raises(ModelRefused, match="num_hidden_layers is missing; allowed: a whole number"):
+        prepare(resolve(str(model)), cache)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(model: Path, cache: Path) -> None:
+    build_model(model, vocab_size=200)
+    with pytest.raises(ModelRefused, match="vocab_size is 200; allowed: at least 259, to hold tokenizer"):
+        prepare(resolve(str(model)), cache)
+
+
+def test_a_file_of_the_model_that_is_broken_is_refused(model: Path, cache: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelRefused, match=r"tokenizer\.json is no tokenizer"):
+        prepare(resolve(str(model)), cache)
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    for broken in (b"", content[:1000], content[:-1], b"\xff" * 100):
+        weights.write_bytes(broken)
+        with pytest.raises(ModelRefused, match=r"model\.safetensors is no safetensors file, or cut off: "):
+            prepare(resolve(str(model)), cache)
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelRefused, match=r"index\.json lists model-00002-of-00002\.safetensors, which is not there"):
+        prepare(resolve(str(model)), cache)
+    (model / "config.json").write_text("[]")
+    with pytest.raises(ModelRefused, match=r"config\.json is a JSON list; allowed: an object"):
+        prepare(resolve(str(model)), cache)
+    (model / "config.json").unlink()
+    (model / "config.json").mkdir()
+    with pytest.raises(ModelRefused, match=r"config\.json cannot be read: Is a directory"):
+        prepare(resolve(str(model)), cache)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/kvrelay", "/dev/full"])
+def test_a_place_for_models_that_cannot_be_written_is_refused_in_one_line(
+    model: Path, tmp_path: Path, place: str
+) -> None:
+    """Through the subprocess: its traceback would be no message."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelRefused, match=f"^model_dir is '.*{place}'; allowed: a directory to write to [^\n]*$"):
+        ensure_prepared(str(model), tmp_path / place, lambda _: None)
+
+
+def test_a_name_that_the_file_system_refuses_is_no_model() -> None:
+    with pytest.raises(ModelRefused, match="cannot be read"):
+        resolve("x" * 5000)
+
+
 # --- GGUF ---
+
+
+def test_a_broken_gguf_is_refused(model: Path, cache: Path, tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", model).read_bytes()
+    broken = tmp_path / "broken.gguf"
+    for content in (b"", b"no model", b"GGUF\x03\0\0\0" + b"\xff" * 64, whole[:200], whole[:-5000]):
+        broken.write_bytes(content)
+        with pytest.raises(ModelRefused, match=r"^[^\n]*broken\.gguf (is no GGUF file|cannot be converted): [^\n]+$"):
+            prepare(resolve(str(broken)), cache)
+    assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
 
 def test_gguf_becomes_the_same_model_once_even_when_two_ask(model: Path, cache: Path, tmp_path: Path) -> None:

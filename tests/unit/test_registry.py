@@ -88,6 +88,19 @@ def test_a_node_may_come_back_with_another_layout_when_it_was_alone(registry: Re
     registry.check(registration(Role.PREFILL, page_size=8, incarnation="2"))
 
 
+def test_a_nodes_id_is_not_another_roles(registry: Registry) -> None:
+    """A decode node by the id of a live prefill node would take it down, and be taken down by it in turn."""
+    add(registry, registration(Role.PREFILL, "n1"))
+    with pytest.raises(Refused) as refused:
+        registry.check(registration(Role.DECODE, "n1", incarnation="2"))
+    assert refused.value.metadata == {
+        "field": "identity.node_id",
+        "value": "n1",
+        "expected": "an id that no prefill node has",
+    }
+    registry.check(registration(Role.PREFILL, "n1", incarnation="2"))
+
+
 def test_peers_are_announced_to_the_other_role_only(registry: Registry) -> None:
     prefill, prefill_link = add(registry, registration(Role.PREFILL, "p1"))
     _, second_link = add(registry, registration(Role.PREFILL, "p2"))

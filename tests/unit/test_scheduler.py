@@ -347,6 +347,11 @@ def test_a_chunk_smaller_than_a_page_is_a_config_error() -> None:
         Node(chunk_size=3)
 
 
+def test_a_pool_that_holds_no_prompt_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="1 pages of 4 tokens"):
+        Node(num_pages=1)
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_abort_before_admission_ends_at_once(granted: bool) -> None:
     node = Node()

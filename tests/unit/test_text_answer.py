@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import processors
 
 from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.chat import ChatMessage, ChatTemplate
-from bootstrap.text import TextModel
+from bootstrap.text import LONG, TextModel
 from engine.core.errors import ConfigError, InvalidField
 from engine.core.sampling import FinishReason
 from engine.core.types import RoomKey, TokenOutput
-from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer, write_model
+from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer, fallback_tokenizer, write_model
 
 KEY = RoomKey(1, 0)
 MODEL = TextModel(byte_level_tokenizer())
@@ -116,6 +117,42 @@ def test_stop_strings_do_not_count_before_min_new_tokens() -> None:
     answer = Answer(MODEL, AnswerOptions(stop=("h",), min_new_tokens=1))
     assert answer.extend(tokens("hello hi")).text == "hello "
     assert answer.matched_stop == "h"
+
+
+@pytest.mark.parametrize(("stop", "shown"), [("é", "é€"), ("€", "é€é"), ("é€", "é€"), ("€é", "é€é€")])
+def test_a_character_begun_before_min_new_tokens_is_not_searched(stop: str, shown: str) -> None:
+    """The first three tokens are `é` and a third of `€`, which comes out with later ones: at the end, of a fallback."""
+    fallback = fallback_tokenizer()
+    spelled = [fallback.token_to_id(f"<0x{byte:02X}>") for byte in "é€é€".encode()]
+    for model, ids in ((MODEL, MODEL.encode("é€é€")), (TextModel(fallback), spelled)):
+        answer = Answer(model, AnswerOptions(stop=(stop,), min_new_tokens=3))
+        text = "".join(answer.extend([TokenOutput(KEY, i, id or 0, 0.0)]).text for i, id in enumerate(ids))
+        assert text + answer.finish() == shown
+        assert (answer.matched_stop is None) == (shown == "é€é€")
+
+
+def test_an_answer_that_ends_before_min_new_tokens_is_not_searched() -> None:
+    answer = Answer(MODEL, AnswerOptions(stop=("\ufffd",), min_new_tokens=3))
+    assert answer.extend(tokens("é")[:1]).text + answer.finish() == "\ufffd"
+    assert answer.matched_stop is None
+
+
+def test_long_texts_are_read_as_short_ones_are() -> None:
+    """They take another way through the library, which does not hold the interpreter's lock."""
+    tokenizer = fallback_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    model, text = TextModel(tokenizer), "ab é😀 ba.<s>\n" * 1500
+    assert len(text) > LONG
+    ids = tokenizer.encode(text).ids
+    assert ids[0] == 1
+    assert model.encode(text) == tuple(ids)
+    assert model.encode_chat(text) == tuple(ids[1:])
+    for skip in (False, True):
+        assert model.decode(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+    for read in (model.encode, model.encode_chat):
+        with pytest.raises(InvalidField, match="prompt tokens"):
+            read(text, 100)
+    assert model.encode("ab", len(model.encode("ab")))
 
 
 def test_the_token_that_stopped_it_is_not_shown() -> None:

@@ -88,3 +88,12 @@ def test_refuses_other_architectures(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
     with pytest.raises(ModelRefused, match="GptOssForCausalLM is not supported; these are: LlamaForCausalLM, "):
         load(path)
+
+
+def test_a_model_that_does_not_load_is_refused(tmp_path: Path) -> None:
+    """What preparation cannot see: transformers raises whatever it likes."""
+    path = build_model(tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_act": "of-the-future"}))
+    with pytest.raises(ModelRefused, match=r"m cannot be loaded: .*of-the-future"):
+        load(path)
