@@ -38,9 +38,9 @@ class Piece:
 class Answer:
     """Grows by tokens in order of index. After a stop string everything is swallowed."""
 
-    def __init__(self, decoder: Decoder, options: AnswerOptions):
+    def __init__(self, decoder: Decoder, options: AnswerOptions, prompt: Sequence[int] = ()):
         self._options = options
-        self._detokenizer = IncrementalDetokenizer(decoder, options.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(decoder, options.skip_special_tokens, prompt)
         self._stops = StopStrings(options.stop)
         self._unsearched = 0  # characters of the next text that belong to the first min_new_tokens tokens
         self._reads_text = options.text or bool(options.stop)

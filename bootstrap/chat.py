@@ -9,7 +9,9 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.core.errors import InvalidField
@@ -26,16 +28,27 @@ class ChatMessage:
     content: str
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks, for training, what the assistant said. Here it only stands for its content."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """A compiled chat template. Raises jinja2.TemplateError when it cannot be compiled.
 
     Templates come with models, so they run sandboxed; what they may use beyond plain Jinja (raise_exception,
-    strftime_now, tojson, break and continue, bos_token and eos_token) is what published templates rely on.
+    strftime_now, tojson, break and continue, generation blocks, tools and documents, which are none here, bos_token
+    and eos_token) is what published templates rely on.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], autoescape=False
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -49,6 +62,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=[{"role": message.role, "content": message.content} for message in messages],
                 add_generation_prompt=True,
+                tools=None,
+                documents=None,
                 **self._tokens,
             )
         except Exception as error:  # a template is a program of the model's: whatever it raises, it refuses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 __all__ = ["Decoder", "IncrementalDetokenizer"]
@@ -31,7 +31,10 @@ class Decoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """All that `push` and `flush` return, joined, equals decoding all tokens at once.
+    """All that `push` and `flush` return, joined, is what decoding all tokens adds to the text before them.
+
+    `context` is the end of what comes before, the prompt: a decoder that drops the first space of a text must not
+    drop the one between prompt and answer. Without context it equals decoding all tokens at once.
 
     A decoder looks at neighbours (it joins bytes into characters and drops the first space of a text), so tokens
     are decoded behind the last one already shown, and what was shown is cut off. The trailing replacement character
@@ -39,11 +42,16 @@ class IncrementalDetokenizer:
     ends, as one bad byte turns the whole run into replacement characters. O(1) amortised a token.
     """
 
-    def __init__(self, decoder: Decoder, skip_special_tokens: bool = True):
+    def __init__(self, decoder: Decoder, skip_special_tokens: bool = True, context: Sequence[int] = ()):
         self._decoder = decoder
         self._skipped: Collection[int] = decoder.special_ids if skip_special_tokens else ()
         self._window: list[int] = []
         self._shown = 0  # characters of the decoded window that were returned, or stand for earlier text
+        last = context[-1:]
+        if last and last[0] not in decoder.special_ids and last[0] not in decoder.byte_ids:
+            text = decoder.decode(list(last))
+            if text and not text.endswith(_REPLACEMENT):
+                self._window, self._shown = list(last), len(text)
 
     def push(self, token_id: int) -> str:
         """Take in a token; return the text that is certain by now and was not returned before."""

@@ -27,12 +27,14 @@ LONG = 10_000  # characters or tokens: about 2 ms of work
 class TextModel:
     """Tokenizer and chat template of a prepared model directory. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None = None):
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None = None, end_token: str | None = None):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat = chat
         self.special_ids = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        end = None if end_token is None else tokenizer.token_to_id(end_token)
+        self.end_ids = () if end is None else (end,)
         self.byte_ids = frozenset(_byte_fallback_ids(tokenizer))
         # Bytes, so never fewer than the characters it stands for (what normalizers swallow is not counted).
         self.longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
@@ -44,7 +46,8 @@ class TextModel:
             tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
             raise ConfigError([f"{path / 'tokenizer.json'} is no tokenizer: {error}"]) from error
-        return cls(tokenizer, _load_chat(path))
+        end_token = _token_text(_read_json(path / "tokenizer_config.json").get("eos_token"))
+        return cls(tokenizer, _load_chat(path), end_token)
 
     @property
     def has_chat(self) -> bool:

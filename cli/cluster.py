@@ -178,7 +178,7 @@ class Cluster:
         """Return never: ends by KeyboardInterrupt, or raises Unavailable when the bootstrap or a whole pool is gone."""
         without: dict[str, Unavailable] = {}  # pools in which no child of ours is left, and how the last one ended
         while True:
-            if True:  # a Popen.poll that is interrupted may never again find its child ended
+            with self._interrupts.held():  # a Popen.poll that is interrupted may never again find its child ended
                 self._look_after_children(without)
                 self._look_after_pools(without)
             time.sleep(_ASK_S if without else _POLL_S)

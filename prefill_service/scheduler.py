@@ -88,6 +88,9 @@ class Scheduler:
         problems = list(config.problems())
         if config.chunk_size is not None and config.chunk_size < page_size:
             problems.append(f"chunk_size is {config.chunk_size}; allowed: at least the page size, {page_size}")
+        if longest_prompt(allocator.num_pages, page_size) < 1:
+            pool = f"{allocator.num_pages} pages of {page_size} tokens"
+            problems.append(f"num_pages: {pool} hold no prompt, which takes its tokens, one more and a page")
         if problems:
             raise ConfigError(problems)
         self._config = config

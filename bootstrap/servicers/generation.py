@@ -38,6 +38,8 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self._config = config
         self._model = model
         self._text = text
+        # A chat model's own end of turn often stands in the tokenizer's configuration only.
+        self._end_ids = tuple(sorted({*model.eos_token_ids, *text.end_ids}))
         self._prompts = Prompts(text, model.vocab_size)
         self._front = front
         self._clock = clock
@@ -65,7 +67,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             max_context=self._max_context(),
             page_size=layout.page_size if layout else 0,
             chat_template=self._text.has_chat,
-            eos_token_ids=self._model.eos_token_ids,
+            eos_token_ids=self._end_ids,
         )
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
@@ -124,7 +126,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             message.stopping,
             default=usual if fits is None else max(1, min(usual, fits)),
             room=room,
-            eos_token_ids=self._model.eos_token_ids,
+            eos_token_ids=self._end_ids,
             vocab_size=self._model.vocab_size,
         )
         ask = Ask(
@@ -148,13 +150,14 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             case "token_ids":
                 check_prompt_tokens(len(message.token_ids.ids), context - 1)
                 token_ids = tuple(message.token_ids.ids)
-                wire.check_token_ids("token_ids", token_ids, self._model.vocab_size)
             case "chat":
                 _, token_ids = await self._prompts.encode_chat(wire.chat_from_wire(message.chat), context)
             case _:
                 raise InvalidField("prompt", None, "text, token_ids or chat")
         if not token_ids:
             raise InvalidField(kind, "", "a prompt of at least one token")
+        # Of text and chat too: a tokenizer may know tokens that the model does not.
+        wire.check_token_ids(kind, token_ids, self._model.vocab_size)
         return token_ids
 
     def _max_context(self) -> int:
@@ -167,7 +170,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self, live: LiveRequest, options: AnswerOptions, news: asyncio.Event
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Whatever is ready when the stream takes more goes out as one delta. Raises the error the request ended by."""
-        answer = Answer(self._text, options)
+        answer = Answer(self._text, options, live.ask.token_ids)
         started = False
         while True:
             ended = live.ended

@@ -171,7 +171,10 @@ def launched(nodes: Path, prefill: str, how: str, patience: float, until: str | 
             yield up
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            try:
+                process.wait(timeout=20)
+            finally:
+                process.kill()  # of a test that failed; else it has ended
             up.closed()
             for name in up.orphans():  # of a test that failed
                 os.kill(up.pids()[name], signal.SIGKILL)
@@ -286,7 +289,6 @@ def test_nothing_is_left_when_the_terminal_is_closed() -> None:
     with started(prefill=STUBBORN, patience=-4.5) as up:
         up.wait_for("serving")
         up.process.send_signal(signal.SIGHUP)
-        up.process.send_signal(signal.SIGHUP)  # from the kernel, and from the shell
         lines = up.ended()
         assert up.orphans() == []
     assert lines[-2:] == ["interrupted", "disorderly"]
@@ -299,6 +301,14 @@ def test_nohup_is_respected() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_second_hangup_is_no_impatience() -> None:
+    with Interrupts() as interrupts:
+        interrupts.quiet = True
+        for number, count in ((signal.SIGHUP, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)):
+            os.kill(os.getpid(), number)
+            assert interrupts.count == count
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to end the children")

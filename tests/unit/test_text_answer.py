@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.chat import ChatMessage, ChatTemplate
@@ -27,6 +27,12 @@ def tokens(text: str, finish: FinishReason | None = None) -> list[TokenOutput]:
 
 
 # ---- chat templates ----
+
+
+def test_a_template_with_generation_blocks_and_tools() -> None:
+    source = "{% if tools is not none %}T{% endif %}{% for m in messages %}{% generation %}{{ m['content'] }}"
+    source += "{% endgeneration %}{% endfor %}"
+    assert ChatTemplate(source, {}).render(HELLO) == "hello"
 
 
 def test_a_model_directory(tmp_path: Path) -> None:
@@ -172,3 +178,23 @@ def test_an_unfinished_character_at_the_end() -> None:
     answer = Answer(MODEL, AnswerOptions())
     assert answer.extend(tokens("é")[:1]).text == ""
     assert answer.finish() == "\ufffd"
+
+
+def spaced_words() -> TextModel:
+    """A tokenizer that, like SentencePiece ones, drops the first space of whatever it decodes."""
+    words = Tokenizer(models.WordLevel({"▁The": 0, "▁sky": 1, "▁is": 2, "▁blue": 3, "</s>": 4}, unk_token="▁The"))
+    words.decoder = decoders.Metaspace()
+    words.add_special_tokens([AddedToken("</s>", special=True)])
+    return TextModel(words, end_token="</s>")
+
+
+def test_the_space_between_prompt_and_answer_is_kept() -> None:
+    model = spaced_words()
+    answer = Answer(model, AnswerOptions(), prompt=[0, 1, 2])
+    piece = answer.extend([TokenOutput(KEY, 0, 3, 0.0), TokenOutput(KEY, 1, 2, 0.0)])
+    assert piece.text + answer.finish() == " blue is"
+    assert model.decode([0, 1, 2]) + " blue is" == model.decode([0, 1, 2, 3, 2])
+
+
+def test_the_tokenizers_own_end_token_is_known() -> None:
+    assert spaced_words().end_ids == (4,)
