@@ -230,7 +230,7 @@ class Attempts:
         """Begin again in a new room: a grant of the old one, should it come yet, must not be taken for a new one."""
         request, node = attempt.request, attempt.decode
         assert node is not None
-        log.warning("no grant in time", extra={"request_id": request.ask.request_id, "node": str(node.identity)})
+        log.warning("no grant in time", extra={"request_id": request.ask.request_id, "node": node.node_id})
         request.avoid.add(node.node_id)  # whether it hangs or is full: not back and forth between two nodes
         self.close(attempt, HandoffEvent.FAILED, "not granted in time")
         return self.start(request, attempt.since)

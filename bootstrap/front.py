@@ -132,9 +132,12 @@ class FrontDoor:
             self.leave(old, "replaced by a new session")
             # Of two processes with one id the older must not come back; one process may attach again.
             kind = Unavailable if old.identity == registration.identity else Refused
+            if kind is Refused:
+                self.registry.replaced(old.identity)
             old.link.close(kind(f"replaced by a new session of {registration.identity}", reason="NODE_REPLACED"))
         node = self.registry.add(registration, link)
-        log.info("node joined", extra={"node": str(node.identity), "role": node.role})
+        incarnation = node.identity.incarnation
+        log.info("node joined", extra={"node": node.node_id, "pool": node.role, "incarnation": incarnation})
         self._changed()
         return node
 
@@ -155,7 +158,7 @@ class FrontDoor:
         self._outcomes.node_left()
         self.registry.announce_left(node)
         self._metrics.set_node(node.node_id, node.role, None)
-        log.info("node left", extra={"node": str(node.identity), "role": node.role, "why": why})
+        log.info("node left", extra={"node": node.node_id, "pool": node.role, "why": why})
         others = bool(self.registry.serving(node.role))
         for attempt, error in sorted(lost, key=lambda pair: pair[0].request.order):
             self._outcomes.retry(attempt, error, lost=others)
@@ -169,7 +172,7 @@ class FrontDoor:
             raise NotFound(f"no node {node_id[:128]!r} is attached", node=node_id[:128])
         self.registry.ask_drain(node)
         node.link.send(Drain(deadline_s))
-        log.info("node asked to drain", extra={"node": str(node.identity), "role": node.role})
+        log.info("node asked to drain", extra={"node": node.node_id, "pool": node.role})
         self._changed()
 
     def on_report(self, node: Node, report: Report) -> None:
@@ -198,7 +201,7 @@ class FrontDoor:
                 self._counted(node, report.stats)
                 self.inspected(report)
             case Drained():
-                log.info("node drained", extra={"node": str(node.identity), "role": node.role})
+                log.info("node drained", extra={"node": node.node_id, "pool": node.role})
         self.attempts.advance_queue()
 
     def on_output(self, node: Node, step: StepOutput) -> None:
@@ -258,7 +261,7 @@ class FrontDoor:
         self._metrics.set_node(node.node_id, node.role, stats)
         if self.registry.update(node, stats):
             event = "node serves" if node.serving else "node ceased to serve"
-            log.info(event, extra={"node": str(node.identity), "role": node.role})
+            log.info(event, extra={"node": node.node_id, "pool": node.role})
             self._changed()
 
     def _admitted(self, attempt: Attempt, cached_tokens: int) -> None:

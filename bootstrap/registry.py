@@ -7,6 +7,7 @@ role: `PeerJoined` before it can be asked to have to do with one, `PeerLeft` whe
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,6 +90,9 @@ class Node:
         self.cached.update(delta.added)
 
 
+MAX_REPLACED = 1024  # processes remembered; by then the oldest have long given up
+
+
 class Registry:
     """At most one node a node id, whatever its role.
 
@@ -102,6 +106,7 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._choices = 0
         self._empty_since: dict[Role, float | None] = dict.fromkeys(Role, clock())
+        self._replaced: deque[NodeIdentity] = deque(maxlen=MAX_REPLACED)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -132,6 +137,8 @@ class Registry:
         A node of its role that is attached under the same id does not count: it would be replaced. One of the other
         role is another node, and keeps its id.
         """
+        if registration.identity in self._replaced:
+            raise Refused(f"a newer process is {registration.identity.node_id} now", reason="NODE_REPLACED")
         namesake = self._nodes.get(registration.identity.node_id)
         if namesake is not None and namesake.role is not registration.role:
             raise _refused("identity.node_id", namesake.node_id, f"an id that no {namesake.role} node has")
@@ -147,6 +154,10 @@ class Registry:
             if field_name is not None:
                 _refuse(f"layout.{field_name}", getattr(layout, field_name), getattr(expected, field_name))
         _refuse("memory.page_bytes", registration.memory.page_bytes, layout.page_bytes)
+
+    def replaced(self, identity: NodeIdentity) -> None:
+        """A newer process has this one's node id: never take it in again, though it may not have heard why it left."""
+        self._replaced.append(identity)
 
     def add(self, registration: Registration, link: Link) -> Node:
         """Take in a node that fits and whose id is free, and make it and its peers known to each other."""

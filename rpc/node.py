@@ -70,7 +70,7 @@ async def run_node(
     """Run the node until it is told to leave; returns the exit code. `observe` gets the stats every `WATCH_S`."""
     server = RpcServer(config.listen)
     await server.start()
-    log.info("listening", extra={"port": server.port, "node": str(registration.identity)})
+    log.info("listening", extra={"port": server.port, "incarnation": registration.identity.incarnation})
     process = _NodeProcess(engine, registration, config, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

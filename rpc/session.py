@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ class Session:
         self._registration = registration
         self._engine = engine
         self._on_drain = on_drain
-        self._welcomed = 0  # times any bootstrap has taken this node in
+        self._welcomes: Counter[str] = Counter()  # times each bootstrap has taken this node in
         self.connections: set[Connection] = set()
 
     async def run(self) -> None:
@@ -124,17 +125,20 @@ class Session:
         await asyncio.gather(*(connection.flush(heartbeat) for connection in tuple(self.connections)))
 
     async def _keep_attached(self, address: str) -> None:
-        backoff, welcomed, said_at = FIRST_BACKOFF_S, self._welcomed, -SAY_AGAIN_S
+        backoff, said_at = FIRST_BACKOFF_S, -SAY_AGAIN_S
         while True:
+            began, welcomes = time.monotonic(), self._welcomes[address]
             try:
                 await self._attach(address)
             except KVRelayError as error:
                 # A cluster that has changed under a node that served it may change back; a node never taken in, or
                 # one whose place another process has taken, is of no use.
-                if isinstance(error, Refused) and (not self._welcomed or error.reason == REPLACED):
+                if isinstance(error, Refused) and (not self._welcomes.total() or error.reason == REPLACED):
                     raise
-                if self._welcomed > welcomed:  # it held: this is a new failure, not the same one again
-                    backoff, welcomed, said_at = FIRST_BACKOFF_S, self._welcomed, -SAY_AGAIN_S
+                if self._welcomes[address] > welcomes:
+                    said_at = -SAY_AGAIN_S  # a new failure, not the same one again
+                    if time.monotonic() - began > MAX_BACKOFF_S:
+                        backoff = FIRST_BACKOFF_S
                 if time.monotonic() - said_at >= SAY_AGAIN_S:
                     said_at = time.monotonic()
                     log.warning("no bootstrap; trying again", extra={"address": address, "error": str(error)})
@@ -165,7 +169,7 @@ class Session:
     async def _converse(self, address: str, welcome: pb.Welcome, attach: Any, stub: pb_grpc.BootstrapStub) -> None:
         connection = Connection(address, welcome)
         publish = stub.Publish(metadata=((NODE_METADATA, str(self._registration.identity)),))
-        self._welcomed += 1
+        self._welcomes[address] += 1
         self.connections.add(connection)
         self._engine.post(connection, LinkUp())
         log.info("attached", extra={"address": address})

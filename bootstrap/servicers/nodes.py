@@ -86,7 +86,7 @@ class NodesServicer(pb_grpc.BootstrapServicer):
             try:
                 self._front.on_output(node, step_output_from_wire(message))
             except Exception:  # one step must not end a node's session; its requests run into their deadlines
-                log.exception("output not taken in", extra={"node": str(node.identity)})
+                log.exception("output not taken in", extra={"node": node.node_id})
         return pb.PublishEnd()
 
     async def _take_reports(self, node: Node, link: _StreamLink, reports: AsyncIterator[pb.NodeReport]) -> None:
@@ -100,14 +100,14 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                         self._front.on_report(node, report)
                 except Exception:  # as above
                     log.exception(
-                        "report not taken in", extra={"node": str(node.identity), "kind": message.WhichOneof("report")}
+                        "report not taken in", extra={"node": node.node_id, "kind": message.WhichOneof("report")}
                     )
                 if message.HasField("heartbeat"):
                     link.acknowledge()
         except KVRelayError as error:
             unreadable = error
         except grpc.RpcError as error:
-            log.info("session broke", extra={"node": str(node.identity), "error": str(error)})
+            log.info("session broke", extra={"node": node.node_id, "error": str(error)})
         link.close(unreadable)
 
     def _attached(self, context: Context) -> Node:

@@ -390,6 +390,10 @@ def test_a_new_incarnation_replaces_the_old_one(house: House) -> None:
     assert kinds[-2:] == ["PeerLeft", "PeerJoined"]
     house.front.leave(old, "its session ended")  # the old stream ends after the new one began
     assert house.front.registry.get(old.node_id) is new
+    with pytest.raises(Refused) as refused:  # it dials again without having heard why it was dropped
+        house.join(Role.PREFILL, old.node_id, incarnation=old.identity.incarnation)
+    assert refused.value.reason == "NODE_REPLACED"
+    assert house.front.registry.get(old.node_id) is new
     assert finish(house, request) == [0, 1, 2, 3]
 
 
