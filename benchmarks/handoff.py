@@ -167,7 +167,7 @@ def main() -> None:
         stub = generation_pb2_grpc.GenerationStub(grpc.insecure_channel(plan.address))
         _, timing = relayed(stub, random.choices(VOCABULARY, k=32), "first")
         page_bytes = timing.relayed_bytes // 2  # 32 tokens are two pages
-        pages = -(-max(lengths) // plan.node.page_size)
+        pages = plan.node.kv_memory // page_bytes  # pools of one size: what lies in a processor's cache counts
 
         single = Side(bare, plan.node, arguments.chunk_size)
         single.ready()

@@ -27,10 +27,10 @@ __all__ = ["PageSender", "Quiesced", "SenderEvent", "SenderStats", "Sent", "Writ
 
 log = logging.getLogger("kvrelay.transfer")
 
-BATCH_BYTES = 4 << 20  # of one write: copied within a millisecond, so that others do not wait for long
+BATCH_BYTES = 8 << 20  # of one write: copied in about two milliseconds, so that others do not wait for long
 WINDOW_BYTES = 64 << 20
 IDLE_TICK_S = 0.02  # NIXL moves greetings and notices only when asked to
-POLL_S = (50e-6, 1e-3)  # between polls of writes in progress, from first to longest
+POLL_S = (50e-6, 250e-6)  # between polls of writes in progress, from first to longest
 STALLED_POLL_S = 0.01  # when every write that is waited for has taken STALLED_S
 STALLED_S = 1.0
 

@@ -324,7 +324,9 @@ def test_child_that_fails_to_start_is_reported() -> None:
     with started(prefill="raise SystemExit('no such model')") as up:
         lines = up.ended()
     assert "  prefill-0 | no such model" in lines
-    assert lines[-2:] == ["prefill-0 ended with exit code 1", "disorderly"]
+    # Whether it is noticed at the start or just after depends on how fast the stand-ins are.
+    assert lines[-2].startswith("prefill-0 ended with exit code 1")
+    assert lines[-1] == "disorderly"
 
 
 def planned(env: dict[str, str], **flags: object) -> Plan:
