@@ -188,6 +188,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 self._stats = self.collect_stats()
                 self.turns += 1
                 self.last_turn = self.clock()
+            self._take_in(wait=False)  # what had arrived before the stop: a lost link ends its rooms
         except BaseException as error:  # the node's process watches `failure` and ends
             self.failure = error
             log.critical("engine thread ended", exc_info=error)
