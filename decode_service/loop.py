@@ -24,7 +24,7 @@ from engine.core.errors import KVRelayError, Overloaded
 from engine.core.handoff import HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.lifetime import LifetimeEvent, Timeline
-from engine.core.loop import EngineLoop, Link
+from engine.core.loop import EngineLoop, Link, room_of
 from engine.core.messages import (
     Abort,
     Command,
@@ -164,8 +164,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
 
     def handling_failed(self, link: Link | None, item: Command | ReceiverEvent, incident: str) -> None:
-        key = item.reservation.key if isinstance(item, Reserve) else getattr(item, "key", getattr(item, "room", None))
-        if isinstance(key, RoomKey) and (room := self._rooms.get(key)) is not None:
+        key = room_of(item)
+        if key is not None and (room := self._rooms.get(key)) is not None:
             self._fail(room, HandoffState.TRANSFERRING, f"internal error, incident {incident}", retriable=False)
 
     def _arrived(self, event: RoomComplete) -> None:
@@ -338,8 +338,6 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         if room.history is not None:
             room.history.append(drawn.token_id)
         finish = finish_reason(room.reservation.stopping, room.last_index, drawn.token_id)
-        if finish is not None:
-            room.times.stamp(LifetimeEvent.LAST_TOKEN)
         matched = drawn.token_id if finish is FinishReason.STOP else None
         return TokenOutput(room.key, room.last_index, drawn.token_id, drawn.logprob, finish, matched)
 

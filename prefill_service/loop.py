@@ -24,7 +24,7 @@ from engine.core.errors import KVRelayError
 from engine.core.handoff import HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.lifetime import LifetimeEvent
-from engine.core.loop import EngineLoop, Link
+from engine.core.loop import EngineLoop, Link, room_of
 from engine.core.messages import (
     Abort,
     AdmitReport,
@@ -178,10 +178,10 @@ class PrefillEngine(EngineLoop[SenderEvent]):
 
     def handling_failed(self, link: Link | None, item: Command | SenderEvent, incident: str) -> None:
         reason = f"internal error, incident {incident}"
-        key = item.task.key if isinstance(item, Submit) else getattr(item, "key", getattr(item, "room", None))
+        key = room_of(item)
         if isinstance(item, Submit) and key not in self._rooms and link is not None:
             link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
-        elif isinstance(key, RoomKey):
+        elif key is not None:
             self._fail(key, HandoffState.PREFILLING, reason, retriable=False)
 
     def _abort(self, key: RoomKey) -> None:
@@ -299,8 +299,6 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         for key, drawn in samples.items():
             room = self._rooms[key]
             request, task = room.request, room.request.task
-            if room.over:
-                continue
             finish = finish_reason(task.stopping, task.first_index, drawn.token_id)
             matched = drawn.token_id if finish is FinishReason.STOP else None
             token = TokenOutput(key, task.first_index, drawn.token_id, drawn.logprob, finish, matched)

@@ -20,7 +20,6 @@ class LifetimeEvent(enum.Enum):
     LAST_WRITE = "last_write"  # every write of the request is terminal
     COMPLETE = "complete"  # every page arrived
     FIRST_STEP = "first_step"  # the first decode step began
-    LAST_TOKEN = "last_token"
 
 
 class Timeline:

@@ -34,12 +34,14 @@ from engine.core.messages import (
     PeerJoined,
     PeerLeft,
     Report,
+    Reserve,
     StepOutput,
+    Submit,
 )
 from engine.core.metrics import Metrics, NodeMetric
-from engine.core.types import NodeIdentity
+from engine.core.types import NodeIdentity, RoomKey
 
-__all__ = ["EngineLoop", "Link"]
+__all__ = ["EngineLoop", "Link", "room_of"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -60,6 +62,18 @@ class Link(Protocol):
     def lease_valid(self) -> bool:
         """Whether the bootstrap has answered a heartbeat lately enough for this node to go on writing."""
         ...
+
+
+def room_of(item: object) -> RoomKey | None:
+    """The room that a command or an event is about, None for those that are about no room."""
+    match item:
+        case Submit(task):
+            return task.key
+        case Reserve(reservation):
+            return reservation.key
+        case _:
+            key = getattr(item, "key", getattr(item, "room", None))
+            return key if isinstance(key, RoomKey) else None
 
 
 class EngineLoop(abc.ABC, Generic[Event]):

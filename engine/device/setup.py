@@ -15,7 +15,7 @@ from engine.core.node_config import Device, NodeConfig
 from engine.core.types import PageLayout, PoolMemory
 from engine.device.kv_pool import KVPool, layout_for, pages_for_budget
 from engine.device.runner import Runner, TransformersRunner
-from engine.device.weights import load_model
+from engine.device.weights import load_model, megabytes
 
 __all__ = ["NodeDevice", "set_up_device"]
 
@@ -50,7 +50,7 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
     memory = _memory(config, device)
     if pool_bytes > memory:
         limit = "memory_limit" if memory == config.memory_limit else "the memory of this device"
-        raise _pool_refused(num_pages, pool_bytes, f"does not fit in {_megabytes(memory)}, {limit}")
+        raise _pool_refused(num_pages, pool_bytes, f"does not fit in {megabytes(memory)}, {limit}")
     max_context = config.max_context or model.max_context
     loaded = load_model(
         model,
@@ -66,18 +66,14 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
         raise _pool_refused(num_pages, pool_bytes, f"cannot be allocated: {str(error).splitlines()[0]}") from error
     report(
         f"page pool: {num_pages} pages of {layout.page_size} tokens, {layout.page_bytes} bytes each, "
-        f"{_megabytes(pool_bytes)} on {device}"
+        f"{megabytes(pool_bytes)} on {device}"
     )
     return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context)
 
 
 def _pool_refused(num_pages: int, pool_bytes: int, why: str) -> ConfigError:
-    pool = f"page pool of {_megabytes(pool_bytes)} ({num_pages} pages)"
+    pool = f"page pool of {megabytes(pool_bytes)} ({num_pages} pages)"
     return ConfigError([f"kv_memory, num_pages: a {pool} {why}"])
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
 
 
 def _pick(device: Device) -> torch.device:

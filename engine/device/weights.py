@@ -18,7 +18,7 @@ from engine.core.types import DTYPE_BYTES
 from engine.device.runner import ATTENTION
 from engine.device.weight_files import tensor_shapes
 
-__all__ = ["load_model", "read_weights", "weight_bytes"]
+__all__ = ["load_model", "megabytes", "read_weights", "weight_bytes"]
 
 _MEMORY_PAGE = 4096  # bytes
 # Rotary embeddings that change with the longest sequence of a batch: cached keys would become wrong.
@@ -45,9 +45,9 @@ def load_model(
     size = weight_bytes(model.path, dtype)
     if memory_budget is not None and size > memory_budget:
         raise ModelRefused(
-            f"{model.name} takes {_megabytes(size)} in {dtype}, more than the budget of {_megabytes(memory_budget)}"
+            f"{model.name} takes {megabytes(size)} in {dtype}, more than the budget of {megabytes(memory_budget)}"
         )
-    report(f"loading {model.name}: {_megabytes(size)} of weights from {model.path}")
+    report(f"loading {model.name}: {megabytes(size)} of weights from {model.path}")
     start = time.monotonic()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = read_weights(
@@ -103,5 +103,6 @@ def _check_attention(config: PreTrainedConfig, model: PreparedModel, max_context
         raise ModelRefused(f"{model.name} scales its positions by the length of the text ({rope}): not implemented")
 
 
-def _megabytes(size: int) -> str:
+def megabytes(size: int) -> str:
+    """A number of bytes, for people."""
     return f"{size / 1e6:,.0f} MB"
