@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.node_config import NodeConfig
-from prefill_service.scheduler import SchedulerConfig
+from prefill_service.options import SchedulerConfig
 
 __all__ = ["PrefillConfig"]
 

@@ -4,7 +4,7 @@
     Granted ─► scheduler.grant ─┴─► pass ───┤
                                             ├─► forward ─► sample (last chunks) ─► token 0 to the front door
                                             └─► scheduler.complete_forward ─► finished pages to the sender
-    WritesDone, Quiesced ─► scheduler.writes_done ─► pages free or cached
+    WritesDone, Quiesced ─► scheduler.finish ─► pages free or cached
 
 What is decided is the scheduler's; when and where bytes move is the sender's. This file only carries.
 """
@@ -192,7 +192,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         if room.opened:
             self._sender.cancel(key)
         else:
-            self._scheduler.writes_done(key)  # of one that was admitted in a pass that failed before it was opened
+            self._scheduler.finish(key)  # of one that was admitted in a pass that failed before it was opened
             del self._rooms[key]
             room.link.report(RoomQuiesced(key))
 
@@ -213,7 +213,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
 
     def _end(self, key: RoomKey) -> _Room:
         """The sender is done with a room: its pages may go."""
-        self._scheduler.writes_done(key)
+        self._scheduler.finish(key)
         return self._rooms.pop(key)
 
     # ---- a pass ----

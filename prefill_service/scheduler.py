@@ -2,15 +2,15 @@
 
 Synchronous and pure: no tensor, thread or socket. The engine loop calls, in this order and from one thread:
 
-    submit ─► grant ─► next_batch ─► (forward) ─► complete_forward ─► (writes) ─► writes_done
+    submit ─► grant ─► next_batch ─► (forward) ─► complete_forward ─► (writes) ─► finish
     bootstrap  waiting    │ order, touch, admit,      │ cache finished pages,        │ unlock, free the
     queue      queue      │ allocate                  │ name those to send           │ private pages
                           └── the continuation ◄──────┤
                                                       └─► in-flight queue
 
 Queues, their producers and consumers: the bootstrap queue is filled by `submit` and emptied by `grant`; the waiting
-queue by `grant` and `next_batch`; the in-flight queue by `complete_forward` and `writes_done`. `abort` may take a
-request out of any of them; one that was admitted stays, marked, until `writes_done` says that nothing reads its pages.
+queue by `grant` and `next_batch`; the in-flight queue by `complete_forward` and `finish`. `abort` may take a
+request out of any of them; one that was admitted stays, marked, until `finish` says that nothing reads its pages.
 
 Page ownership: free | cache (evictable, or protected by the one lock of each admitted request) | held by a room.
 """
@@ -19,54 +19,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from engine.core.clock import Clock, monotonic
-from engine.core.config import option
 from engine.core.errors import AlreadyExists, ConfigError, InvalidField
 from engine.core.lifetime import LifetimeEvent, Timeline
 from engine.core.room_budget import longest_prompt
 from engine.core.types import PrefillTask, RoomKey, ceil_div
 from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Adder, Attempt, Verdict, shortest_first_limit
-from prefill_service.policy import Policy, QueueOrder, combination_problems, without_cache
-from prefill_service.prefix_cache import CACHE, Eviction, PrefixCache
+from prefill_service.options import SchedulerConfig
+from prefill_service.policy import Policy, QueueOrder, without_cache
+from prefill_service.prefix_cache import CACHE, PrefixCache
 from prefill_service.records import BatchRow, PassRecord, PrefillBatch, SchedulerStats, SendSpan
 from prefill_service.request import PrefillRequest, RequestState, sibling_key
 
-__all__ = ["BatchRow", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerConfig", "SchedulerStats", "SendSpan"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Prefill scheduling."""
-
-    policy: Policy = option(Policy.FCFS, "order of the waiting queue")
-    chunk_size: int | None = option(
-        2048, "tokens of one long prompt computed in one forward; none: prompts are not cut", unit="tokens", low=1
-    )
-    max_prefill_tokens: int = option(
-        16384, "tokens computed in one forward, except that the first prompt may exceed it", unit="tokens", low=1
-    )
-    max_batch_requests: int | None = option(None, "requests in one forward; none: no limit", low=1)
-    prefix_cache: bool = option(True, "keep computed pages for later requests that start the same")
-    eviction: Eviction = option(Eviction.LRU, "which cached pages leave first when memory is short")
-    priority_scheduling: bool = option(False, "order by the priority of requests first (policies fcfs and lof)")
-    low_priority_first: bool = option(False, "smaller priorities run first, and larger ones are evicted first")
-    refuse_priority: bool = option(
-        False, "refuse requests with a priority instead of ignoring it while priorities are off"
-    )
-    dedup_shared_tokens: int = option(
-        32, "of waiting requests that share this many first tokens, one goes first and fills the cache; -1: off", low=-1
-    )
-    dedup_cached_tokens: int = option(32, "only requests with at most this many tokens cached wait so; -1: off", low=-1)
-    prefix_match_queue_limit: int | None = option(
-        None, "with more requests waiting, lpm and hrrn order by fcfs; none: they always match", low=0
-    )
-    random_seed: int = option(0, "of the random policy")
-
-    def problems(self) -> Iterable[str]:
-        return combination_problems(self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling)
+__all__ = ["BatchRow", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerStats", "SendSpan"]
 
 
 class Scheduler:
@@ -159,7 +126,7 @@ class Scheduler:
         """End a request in any state; None when there is none. Its state tells what is left to do.
 
         ENDED: it held nothing, and is gone. Otherwise it was admitted: it computes no further chunk, and keeps its
-        pages until `writes_done`, which the caller owes in any case.
+        pages until `finish`, which the caller owes in any case.
         """
         request = self._requests.get(key)
         if request is None:
@@ -175,7 +142,7 @@ class Scheduler:
             self._settle(request)
         return request
 
-    def writes_done(self, key: RoomKey) -> PrefillRequest | None:
+    def finish(self, key: RoomKey) -> PrefillRequest | None:
         """Every write of a room is terminal and none will follow: free what it holds. None: no such request.
 
         Owed once for each admitted request, after its last chunk or after it was aborted.

@@ -27,7 +27,7 @@ from engine.device.setup import NodeDevice
 from engine.device.weights import load_model
 from prefill_service.config import PrefillConfig
 from prefill_service.loop import PrefillEngine
-from prefill_service.scheduler import SchedulerConfig
+from prefill_service.options import SchedulerConfig
 from tests.helpers.models import prepared_tiny
 from transfer.agent import TransferAgent
 from transfer.receiver import ReceiverEvent

@@ -18,10 +18,11 @@ from engine.core.page_keys import page_keys
 from engine.core.sampling import SamplingParams, StoppingParams
 from engine.core.types import PrefillTask, RoomKey, ceil_div
 from engine.device.page_allocator import PageAllocator
+from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy
 from prefill_service.prefix_cache import Eviction, PrefixCache
 from prefill_service.request import PrefillRequest, RequestState
-from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler, SchedulerConfig
+from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler
 
 PAGE = 2
 Tokens = tuple[int, ...]
@@ -175,11 +176,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def writes_done(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([r.key for r in self.live.values() if self.owes(r)]))
         self.posted.pop(key, None)
-        assert self.scheduler.writes_done(key) is self.live[key]
+        assert self.scheduler.finish(key) is self.live[key]
         self.forget_ended()
 
     def owes(self, request: PrefillRequest) -> bool:
-        """Whether `writes_done` may be said of it now."""
+        """Whether `finish` may be said of it now."""
         running = request.aborted and request.state is RequestState.RUNNING and not request.writes_terminal
         return running or request.state is RequestState.IN_FLIGHT
 
@@ -228,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in list(self.live.values()):
                 if self.owes(request):
                     self.posted.pop(request.key, None)
-                    self.scheduler.writes_done(request.key)
+                    self.scheduler.finish(request.key)
             self.forget_ended()
             self.schedule()
             if self.batch is not None:

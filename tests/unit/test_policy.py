@@ -8,10 +8,10 @@ import pytest
 from engine.core.config import load
 from engine.core.errors import ConfigError
 from engine.device.page_allocator import PageAllocator
+from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy, QueueOrder, without_cache
 from prefill_service.prefix_cache import Node, PrefixCache
 from prefill_service.request import PrefillRequest, sibling_key
-from prefill_service.scheduler import SchedulerConfig
 from tests.helpers.golden import Json, cases, fill_cache, make_request
 
 LIMIT = 128  # the reference's, where a case names none

@@ -12,10 +12,11 @@ from engine.core.sampling import SamplingParams, StoppingParams
 from engine.core.types import PrefillTask, RoomKey
 from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Verdict
+from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy
 from prefill_service.prefix_cache import Eviction, PrefixCache
 from prefill_service.request import PrefillRequest, RequestState
-from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler, SchedulerConfig, SendSpan
+from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler, SendSpan
 
 PAGE = 4
 _numbers = itertools.count()
@@ -72,7 +73,7 @@ class Node:
         """Run everything until `request` has ended."""
         while request.state is not RequestState.IN_FLIGHT:
             self.forward()
-        self.scheduler.writes_done(request.key)
+        self.scheduler.finish(request.key)
         self.scheduler.check_integrity()
 
     def assert_idle(self) -> None:
@@ -115,7 +116,7 @@ def test_the_life_of_a_request() -> None:
     assert (stats.protected, stats.held, stats.in_flight) == (4, 1, 1)
 
     node.clock.advance(1)
-    assert node.scheduler.writes_done(request.key) is request
+    assert node.scheduler.finish(request.key) is request
     assert state(request) is RequestState.ENDED
     assert node.scheduler.get(request.key) is None
     node.assert_idle()
@@ -157,7 +158,7 @@ def test_twins_in_one_batch_end_on_the_same_pages() -> None:
     assert spans[0].pages[4] != spans[1].pages[4], "the partial page is each one's own"
     assert node.scheduler.stats().held == 2
     for request in (first, second):
-        node.scheduler.writes_done(request.key)
+        node.scheduler.finish(request.key)
     node.assert_idle()
 
 
@@ -255,7 +256,7 @@ def test_requests_wait_while_memory_is_held_by_transfers() -> None:
     assert node.scheduler.next_batch() is None
     assert node.records[-1].attempts[0].verdict is Verdict.NO_TOKEN
     node.scheduler.check_integrity()
-    node.scheduler.writes_done(first.key)
+    node.scheduler.finish(first.key)
     node.finish(second)
     node.assert_idle()
 
@@ -272,10 +273,10 @@ def test_a_continuation_short_of_memory_stalls_the_pass_for_itself() -> None:
     assert node.scheduler.next_batch() is None, "no page for the last two tokens, and none is given to another"
     assert [attempt.verdict for attempt in node.records[-1].attempts] == [Verdict.NO_TOKEN]
     node.scheduler.check_integrity()
-    node.scheduler.writes_done(shorts[0].key)
+    node.scheduler.finish(shorts[0].key)
     batch, _ = node.forward()
     assert batch.rows[0].request is long
-    node.scheduler.writes_done(shorts[1].key)
+    node.scheduler.finish(shorts[1].key)
     for request in (long, tiny):
         node.finish(request)
     node.assert_idle()
@@ -360,7 +361,7 @@ def test_abort_before_admission_ends_at_once(granted: bool) -> None:
     assert state(request) is RequestState.ENDED
     assert node.scheduler.abort(request.key) is None
     assert node.scheduler.grant(request.key) is None
-    assert node.scheduler.writes_done(request.key) is None
+    assert node.scheduler.finish(request.key) is None
     assert node.scheduler.next_batch() is None
     node.assert_idle()
 
@@ -374,12 +375,12 @@ def test_abort_during_a_forward_keeps_the_pages_until_it_ends(writes_end_first: 
     node.scheduler.abort(request.key)
     assert state(request) is RequestState.RUNNING
     if writes_end_first:
-        node.scheduler.writes_done(request.key)
+        node.scheduler.finish(request.key)
         assert node.allocator.owned(request.key) == 2, "the forward is still writing them"
     assert node.scheduler.complete_forward(batch) == []
     if not writes_end_first:
         assert state(request) is RequestState.IN_FLIGHT
-        node.scheduler.writes_done(request.key)
+        node.scheduler.finish(request.key)
     assert state(request) is RequestState.ENDED
     node.assert_idle()
     assert node.cache.match(request.keys).depth == 4, "what was computed is good for others"
@@ -393,7 +394,7 @@ def test_abort_between_chunks_ends_the_continuation() -> None:
     assert state(request) is RequestState.IN_FLIGHT
     assert [row.request for row in node.forward()[0].rows] == [other]
     for ended in (request, other):
-        node.scheduler.writes_done(ended.key)
+        node.scheduler.finish(ended.key)
     node.assert_idle()
 
 
@@ -404,7 +405,7 @@ def test_abort_in_flight_keeps_the_pages_until_the_writes_are_terminal() -> None
     assert node.scheduler.abort(request.key) is request
     assert (request.state, request.aborted) == (RequestState.IN_FLIGHT, True)
     assert node.scheduler.stats().protected == 7
-    node.scheduler.writes_done(request.key)
+    node.scheduler.finish(request.key)
     node.assert_idle()
 
 
@@ -417,7 +418,7 @@ def test_a_failed_forward_caches_nothing_and_costs_only_its_requests() -> None:
     assert failing.aborted
     assert node.cache.match(failing.keys).depth == 2, "only the chunk that succeeded"
     node.scheduler.check_integrity()
-    node.scheduler.writes_done(failing.key)
+    node.scheduler.finish(failing.key)
     node.finish(waiting)
     node.assert_idle()
 
