@@ -160,7 +160,8 @@ def main() -> None:
     lengths = [int(length) for length in arguments.lengths.split(",")]
 
     flags = {"model": arguments.model, "kv_memory": arguments.kv_memory, "chunk_size": str(arguments.chunk_size)}
-    plan = plan_cluster(1, 1, claim_address("127.0.0.1:0"), flags | {"threads": "1"}, os.environ)
+    nodes = {Role.PREFILL: 1, Role.DECODE: 1}
+    plan = plan_cluster(nodes, claim_address("127.0.0.1:0"), flags | {"threads": "1"}, os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
     with Interrupts() as interrupts, Cluster(plan, interrupts, quiet=True) as cluster:
         cluster.start(timeout=DEADLINE_S)

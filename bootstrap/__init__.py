@@ -17,6 +17,8 @@ A request's way through it:
     stream ◄── servicers.generation
                  └► answer             detokenized, searched for stop strings, sent as deltas
 
+A cluster of unified nodes knows neither Reserve nor Granted: both halves of an attempt are one node.
+
 A failed attempt (`RoomFailed`, a lost node, a phase too slow) is closed with `Abort` to both nodes and followed by
 another, with a new room, of the prompt and the tokens so far: `outcomes` decides whether, `failures` names the error.
 `fences` sees to it that pages a lost writer may still write to come free. `front` and everything it calls is
@@ -24,5 +26,5 @@ synchronous and takes its time from a clock; `servicers` and `server` are the sh
 
 Health (grpc.health.v1): "", kvrelay.v1.Bootstrap and kvrelay.v1.Admin are SERVING while the process listens, since
 nodes and operators wait for that (liveness). kvrelay.v1.Generation is SERVING while at least one prefill and one
-decode node serve (readiness). At shutdown all turn NOT_SERVING before live requests are waited for.
+decode node serve, or a unified one (readiness). At shutdown all turn NOT_SERVING before live requests are waited for.
 """

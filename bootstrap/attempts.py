@@ -2,6 +2,8 @@
 
     start ─► Submit to a prefill node ─► wait in the bootstrap queue ─► Reserve at a decode node with room
           ─► Grant from it ─► Granted to the prefill node ─► tokens from both ─► close
+    start ─► Submit to a unified node ─► count in the bootstrap queue until it is admitted there
+          ─► all tokens from that node ─► close
 
 Knows rooms and nodes, not clients: whether a request is tried again or ends is decided in `bootstrap.front`.
 """
@@ -40,7 +42,7 @@ class Attempts:
     def find(self, key: RoomKey, node: Node) -> Attempt | None:
         """The live attempt of a room, if that node has a part in it."""
         attempt = self._live.get(key)
-        return attempt if attempt is not None and node in (attempt.prefill, attempt.decode) else None
+        return attempt if attempt is not None and node in attempt.nodes else None
 
     def of(self, node: Node) -> list[Attempt]:
         """Attempts that end when this node goes."""
@@ -71,7 +73,7 @@ class Attempts:
 
     def advance_queue(self) -> None:
         """Ask decode nodes for room, in order. A node that is too full for one is left alone by those behind it."""
-        if self._unplaced and self._registry.serving(Role.PREFILL):
+        if self._unplaced and self._registry.serving(self._registry.roles[0]):
             self._unplaced = [attempt for attempt in self._unplaced if not self._submit(attempt)]
         free = [node for node in self._registry.serving(Role.DECODE) if not node.overdue]
         for attempt in self.queue.waiting():
@@ -92,7 +94,7 @@ class Attempts:
     def overdue(self, attempt: Attempt) -> None:
         """A decode node has not answered in time. It keeps the reservation until another has room, or it answers."""
         node = attempt.decode
-        if node is not None and attempt.key not in node.overdue:
+        if node is not None and attempt.key in node.ungranted and attempt.key not in node.overdue:
             node.overdue.add(attempt.key)
             self.queue.overdue(attempt)
 
@@ -110,6 +112,14 @@ class Attempts:
         attempt.prefill.link.send(Granted(attempt.key, node.identity, grant.pages))
         return True
 
+    def admitted(self, attempt: Attempt) -> bool:
+        """Its prompt is being computed. False when no decode node has granted it pages."""
+        if attempt.state is HandoffState.QUEUED and not attempt.unified:
+            return False
+        self.move(attempt, HandoffEvent.ADMITTED)
+        self.queue.discard(attempt)
+        return True
+
     def move(self, attempt: Attempt, event: HandoffEvent) -> None:
         """Advance a live attempt; its phase starts now if it is a new one."""
         state = advance(attempt.state, event)
@@ -120,7 +130,7 @@ class Attempts:
             attempt.prefill.uncomputed.pop(attempt.key, None)
 
     def decoded(self, attempt: Attempt) -> None:
-        """A token of the decode node came."""
+        """A token came of the node that writes the answer."""
         self.move(attempt, HandoffEvent.COMPLETED)
         attempt.since = self._clock()
         if attempt.decoding is None:
@@ -148,11 +158,11 @@ class Attempts:
             self._fences.reported(key, writer, node)
 
     def close(self, attempt: Attempt, event: HandoffEvent, abort: str | None) -> None:
-        """End an attempt. With a reason to `abort`, both nodes are told; without, they have ended it themselves."""
+        """End an attempt. With a reason to `abort`, its nodes are told; without, they have ended it themselves."""
         granted = attempt.state is not HandoffState.QUEUED
         if attempt.decoding is not None:
             attempt.request.timing.add(Phase.DECODE, attempt.since - attempt.decoding)
-        elif not granted and attempt.decode is not None:
+        elif attempt.decode is not None and attempt.key in attempt.decode.ungranted:
             attempt.request.timing.add(Phase.GRANT_WAIT, self._clock() - attempt.asked)
         state = advance(attempt.state, event)
         assert state is not None
@@ -162,11 +172,10 @@ class Attempts:
         self.queue.discard(attempt)
         if attempt in self._unplaced:
             self._unplaced.remove(attempt)
-        for node in (attempt.prefill, attempt.decode):
-            if node is not None:
-                _forget(node, attempt.key)
-                if abort is not None:
-                    node.link.send(Abort(attempt.key, abort))
+        for node in attempt.nodes:
+            _forget(node, attempt.key)
+            if abort is not None:
+                node.link.send(Abort(attempt.key, abort))
         if abort is not None and attempt.prefill and attempt.decode and not attempt.quiesced:
             if granted:
                 self._fences.add(attempt.key, attempt.prefill, attempt.decode)
@@ -185,18 +194,18 @@ class Attempts:
             assert attempt.request.attempt is attempt
             assert not attempt.state.ended
             assert (key in queued) == (attempt.state is HandoffState.QUEUED)
-            for node in (attempt.prefill, attempt.decode):
-                assert node is None or (key in node.rooms and self._registry.get(node.node_id) is node)
-        assert sum(len(node.rooms) for node in self._registry.nodes()) == sum(
-            (attempt.prefill is not None) + (attempt.decode is not None) for attempt in self._live.values()
-        )
+            for node in attempt.nodes:
+                assert key in node.rooms
+                assert self._registry.get(node.node_id) is node
+        rooms = sum(len(node.rooms) for node in self._registry.nodes())
+        assert rooms == sum(len(attempt.nodes) for attempt in self._live.values())
         self._fences.check_integrity()
         assert not any(key in self._fences for key in self._live)
 
     def _submit(self, attempt: Attempt) -> bool:
-        """Choose a prefill node and hand it the prompt. False when none can take it."""
+        """Choose a node that reads prompts and hand it this one. False when none can take it."""
         tokens = len(attempt.token_ids)
-        nodes = self._able(attempt, Role.PREFILL)
+        nodes = self._able(attempt, self._registry.roles[0])
         if not nodes:
             return False
         ask, page_size = attempt.request.ask, nodes[0].registration.layout.page_size
@@ -208,6 +217,9 @@ class Attempts:
         node.uncomputed[attempt.key] = uncached_tokens(tokens, keys, page_size, view.cached)
         attempt.prefill = node
         attempt.request.timing.prefill_node = node.node_id
+        if node.role is Role.UNIFIED:
+            self._bind(attempt, node)
+            attempt.quiesced = True  # it writes to nobody
         node.link.send(
             Submit(
                 PrefillTask(
@@ -221,6 +233,8 @@ class Attempts:
                     priority=ask.priority,
                     routing_key=ask.routing_key,
                     extra_key=ask.cache_salt,
+                    ttft_target=ask.ttft_target,
+                    waited=self._clock() - attempt.request.arrived,
                 )
             )
         )
@@ -237,13 +251,10 @@ class Attempts:
 
     def _reserve(self, attempt: Attempt, writer: Node, node: Node) -> None:
         """Ask a decode node that has room."""
-        ask, timing = attempt.request.ask, attempt.request.timing
-        attempt.decode, attempt.asked = node, self._clock()
-        timing.decode_node = node.node_id
-        timing.add(Phase.QUEUE, attempt.asked - attempt.started)
+        ask = attempt.request.ask
+        self._bind(attempt, node)
         node.rooms.add(attempt.key)
         node.ungranted[attempt.key] = attempt.size.taken(node.registration)
-        self.queue.asked(attempt)
         node.link.send(
             Reserve(
                 Reservation(
@@ -259,6 +270,14 @@ class Attempts:
                 )
             )
         )
+
+    def _bind(self, attempt: Attempt, node: Node) -> None:
+        """It is settled which node writes the answer: the attempt looks for none any more."""
+        timing = attempt.request.timing
+        attempt.decode, attempt.asked = node, self._clock()
+        timing.decode_node = node.node_id
+        timing.add(Phase.QUEUE, attempt.asked - attempt.started)
+        self.queue.asked(attempt)
 
     def _able(self, attempt: Attempt, role: Role) -> list[Node]:
         """Serving nodes that could ever run it; those on which it failed before only when there are no others."""

@@ -22,12 +22,14 @@ class BootstrapConfig:
     model_dir: Path = option(default_cache_dir(), "where prepared models are kept")
     max_message_bytes: Bytes = option(Bytes("8MiB"), "largest message taken in; a larger one is refused", low=4096)
     default_max_new_tokens: int = option(512, "length of an answer when a request does not say", unit="tokens", low=1)
-    max_queue: int = option(4096, "requests that wait for a decode node, at most; more are refused", low=1)
+    max_queue: int = option(4096, "requests that wait for a decode node, or on unified nodes; more are refused", low=1)
     max_attempts: int = option(
         3, "times a request may fail without a new token; lost nodes are not counted while others serve", low=1
     )
     low_priority_first: bool = option(False, "smaller priority values run first")
-    queue_timeout: float = option(60.0, "longest wait from arrival to a decode node's grant", unit="s", low=0.1)
+    queue_timeout: float = option(
+        60.0, "longest wait from arrival to a decode node's grant, or to a unified node's forward", unit="s", low=0.1
+    )
     grant_timeout: float = option(
         5.0, "a decode node that has not granted for so long is given up when another has room", unit="s", low=0.1
     )
@@ -37,7 +39,7 @@ class BootstrapConfig:
     transfer_timeout: float = option(
         60.0, "longest time from the first token to the decode node's first one", unit="s", low=0.1
     )
-    token_timeout: float = option(60.0, "longest time between two tokens of a decode node", unit="s", low=0.1)
+    token_timeout: float = option(60.0, "longest time between two tokens of the node that decodes", unit="s", low=0.1)
     heartbeat_seconds: float = option(1.0, "nodes report their state this often", unit="s", low=0.05, high=60)
     lease_seconds: float = option(
         5.0, "a node not heard of for so long is gone; a node not answered for so long stops writing", unit="s", low=0.1

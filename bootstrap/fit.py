@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from engine.core.errors import InvalidField
 from engine.core.messages import Registration
-from engine.core.room_budget import decode_room, longest_prompt, never_fits, required_room
+from engine.core.room_budget import decode_room, longest_prompt, never_fits, never_fits_unified, required_room
 from engine.core.types import Role
 
-__all__ = ["Size"]
+__all__ = ["Size", "answer_room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Size:
         if node.role is Role.DECODE:
             reserved = node.reserved_decode_tokens
             return never_fits(self.prompt, self.new, pages * page_size, reserved, page_size, resumed=self.resumed)
+        if node.role is Role.UNIFIED:
+            return never_fits_unified(self.prompt, self.new, pages, page_size, resumed=self.resumed)
         most = longest_prompt(pages, page_size)
         if self.prompt <= most:
             return None
@@ -46,3 +48,9 @@ class Size:
     def taken(self, node: Registration) -> int:
         """By which a decode node's head-room shrinks when it grants."""
         return decode_room(self.prompt, 0, node.layout.page_size) + node.reserved_decode_tokens
+
+
+def answer_room(node: Registration) -> int:
+    """Most tokens of prompt and answer together that a node which answers has room for."""
+    pages, page_size = node.memory.num_pages, node.layout.page_size
+    return longest_prompt(pages, page_size) + 1 if node.role is Role.UNIFIED else pages * page_size

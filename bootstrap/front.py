@@ -23,6 +23,7 @@ from engine.core.messages import (
     CacheDelta,
     Drain,
     Drained,
+    Explanation,
     Grant,
     Heartbeat,
     Inspection,
@@ -36,7 +37,7 @@ from engine.core.messages import (
 )
 from engine.core.metrics import FrontDoorMetric, Metrics
 from engine.core.sampling import FinishReason
-from engine.core.types import Role, RoomKey, TokenOutput
+from engine.core.types import RoomKey, TokenOutput
 
 __all__ = ["FrontDoor"]
 
@@ -58,7 +59,7 @@ class FrontDoor:
         self.attempts = Attempts(registry, clock)
         self._outcomes = Outcomes(config, registry, self.attempts, metrics, clock)
         self.requests = self._outcomes.requests
-        self.inspected: Callable[[Inspection], None] = lambda inspection: None
+        self.answered: Callable[[Inspection | Explanation], None] = lambda answer: None
         self.draining = False  # set at shutdown: nothing new is taken in
         self._config = config
         self._metrics = metrics
@@ -70,7 +71,7 @@ class FrontDoor:
     @property
     def ready(self) -> bool:
         """A request that came now could be served."""
-        return not self.draining and all(self.registry.serving(role) for role in Role)
+        return not self.draining and all(self.registry.serving(role) for role in self.registry.roles)
 
     # ---- clients ----
 
@@ -85,7 +86,7 @@ class FrontDoor:
             raise AlreadyExists(f"request {ask.request_id!r} is live", request_id=ask.request_id)
         if len(self.attempts.queue) >= self._config.max_queue:
             raise Overloaded(
-                f"{len(self.attempts.queue)} requests wait for a decode node already",
+                f"{len(self.attempts.queue)} requests wait already",
                 reason="QUEUE_FULL",
                 phase="queued",
                 retry_after=self._config.heartbeat_seconds,
@@ -199,7 +200,9 @@ class FrontDoor:
                 node.apply(report)
             case Inspection():
                 self._counted(node, report.stats)
-                self.inspected(report)
+                self.answered(report)
+            case Explanation():
+                self.answered(report)
             case Drained():
                 log.info("node drained", extra={"node": node.node_id, "pool": node.role})
         self.attempts.advance_queue()
@@ -265,10 +268,9 @@ class FrontDoor:
             self._changed()
 
     def _admitted(self, attempt: Attempt, cached_tokens: int) -> None:
-        if attempt.state is HandoffState.QUEUED:
+        if not self.attempts.admitted(attempt):
             self._late("admit_report")  # of a room that was never granted: that node is wrong
             return
-        self.attempts.move(attempt, HandoffEvent.ADMITTED)
         if attempt.request.cached_tokens is None:
             attempt.request.cached_tokens = cached_tokens
             attempt.request.wake()
@@ -288,7 +290,7 @@ class FrontDoor:
             request.give(ready)
             if ready.finish is not None:
                 # Of an end at the prefill node's own token, the decode node learns with the last page, if ever.
-                early = ready.index == attempt.first_index
+                early = ready.index == attempt.first_index and not attempt.unified
                 self._outcomes.end(request, HandoffEvent.FINISHED, "finished" if early else None, finish=ready.finish)
                 return
         request.wake()
@@ -306,4 +308,4 @@ class FrontDoor:
     def _outlives(self, attempt: Attempt, node: Node) -> bool:
         """Whether an attempt needs its prefill node no more: every page has arrived, and its token is here."""
         arrived = attempt.state is HandoffState.DECODING and attempt.request.merge.next_index > attempt.first_index
-        return arrived and node is attempt.prefill
+        return arrived and node is not attempt.decode

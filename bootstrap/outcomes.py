@@ -23,14 +23,14 @@ __all__ = ["Outcomes"]
 
 log = logging.getLogger("kvrelay.bootstrap")
 
-RETRACTED = "retracted"  # starts the reason of a room that a full decode node gave up: nobody's fault
+RETRACTED = "retracted"  # starts the reason of a room that a full node gave up: nobody's fault
 
-# The nodes that are to blame when a phase takes too long.
+# Who is to blame when a phase takes too long: the node that reads the prompt, and the one that writes the answer.
 _SUSPECTS = {
-    HandoffState.RESERVED: (Role.PREFILL,),
-    HandoffState.PREFILLING: (Role.PREFILL,),
-    HandoffState.TRANSFERRING: (Role.PREFILL, Role.DECODE),
-    HandoffState.DECODING: (Role.DECODE,),
+    HandoffState.RESERVED: (True, False),
+    HandoffState.PREFILLING: (True, False),
+    HandoffState.TRANSFERRING: (True, True),
+    HandoffState.DECODING: (False, True),
 }
 
 
@@ -134,8 +134,8 @@ class Outcomes:
         if state is HandoffState.QUEUED:
             self.fail(attempt.request, too_slow(what, state, "PHASE_TIMEOUT", self._config.heartbeat_seconds))
         else:
-            parts = (attempt.prefill, attempt.decode)
-            suspects = [part for part in parts if part is not None and part.role in _SUSPECTS[state]]
+            parts = zip((attempt.prefill, attempt.decode), _SUSPECTS[state], strict=True)
+            suspects = [part for part, suspected in parts if suspected]
             self._try_elsewhere(attempt, too_slow(what, state, "PHASE_TIMEOUT"), suspects)
 
     def _end_outgrown(self) -> None:
@@ -165,4 +165,4 @@ class Outcomes:
 
 
 def _lacks(attempt: Attempt, role: Role) -> bool:
-    return (attempt.prefill if role is Role.PREFILL else attempt.decode) is None
+    return (attempt.decode if role is Role.DECODE else attempt.prefill) is None

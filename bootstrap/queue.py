@@ -1,4 +1,7 @@
-"""The bootstrap queue: every request from arrival to its decode grant, by priority and then arrival."""
+"""The bootstrap queue: every request from arrival to its decode grant, by priority and then arrival.
+
+With unified nodes it only counts: what waits there waits in the queues of nodes, and is here until it is admitted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["BootstrapQueue"]
 
 
 class BootstrapQueue:
-    """Producer: an attempt that starts. Consumer: the decode node's grant, or the attempt's end.
+    """Producer: an attempt that starts. Consumer: the decode node's grant, the unified node's admission, or its end.
 
     An attempt waits, in order, until a decode node has been asked for room; then it only counts, until granted. When
     that takes too long it waits again, for another node, without having lost the first one.
@@ -35,7 +38,7 @@ class BootstrapQueue:
         bisect.insort(self._waiting, attempt, key=_order)
 
     def asked(self, attempt: Attempt) -> None:
-        """A decode node was asked for room for it."""
+        """A decode node was asked for room for it, or it was given to a unified node."""
         index = self._find(attempt)
         assert index is not None, "asked for twice"
         del self._waiting[index]
@@ -47,7 +50,7 @@ class BootstrapQueue:
         self.push(attempt)
 
     def discard(self, attempt: Attempt) -> None:
-        """Granted, or ended. Fine for one that is not here."""
+        """Granted, admitted, or ended. Fine for one that is not here."""
         index = self._find(attempt)
         if index is not None:
             del self._waiting[index]

@@ -1,8 +1,9 @@
 """The nodes that are attached, and what they last said of themselves.
 
 Nodes own the truth; this is a view of it, gone and rebuilt whenever a node attaches. The first node fixes the page
-layout of the cluster, and the last one to leave takes it away again. Every node hears of all nodes of the other
-role: `PeerJoined` before it can be asked to have to do with one, `PeerLeft` when that one is gone.
+layout of the cluster, and whether it is one of unified nodes or of prefill and decode nodes; the last one to leave
+takes that away again. Every node hears of all nodes of the other role: `PeerJoined` before it can be asked to have to
+do with one, `PeerLeft` when that one is gone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bootstrap.fit import Size
+from bootstrap.fit import Size, answer_room
 from bootstrap.routing import DecodeView, PrefillView
 from engine.core.clock import Clock
 from engine.core.errors import InvalidField, KVRelayError, Refused
@@ -74,7 +75,9 @@ class Node:
         # The node's own count knows other front doors' requests, ours those it has not taken in yet.
         queued = max(self.stats.queued_tokens, sum(self.uncomputed.values()))
         rate = self.stats.tokens_per_second
-        return PrefillView(self.node_id, self.cached, queued, rate, len(self.uncomputed), self.last_chosen)
+        # On a unified node those that decode take part of every forward.
+        requests = len(self.rooms if self.role is Role.UNIFIED else self.uncomputed)
+        return PrefillView(self.node_id, self.cached, queued, rate, requests, self.last_chosen)
 
     def decode_view(self, size: Size) -> DecodeView:
         required = size.required(self.registration, self.stats.retractable)
@@ -105,6 +108,7 @@ class Registry:
         self._clock = clock
         self._nodes: dict[str, Node] = {}
         self._choices = 0
+        self.roles = Role.PREFILL.pools  # of the cluster; while no node is attached, of that of the last one
         self._empty_since: dict[Role, float | None] = dict.fromkeys(Role, clock())
         self._replaced: deque[NodeIdentity] = deque(maxlen=MAX_REPLACED)
 
@@ -150,6 +154,8 @@ class Registry:
         _refuse("layout.fingerprint", layout.fingerprint, self._fingerprint)
         if others:
             expected = others[0].registration.layout
+            if registration.role not in self.roles:
+                raise _refused("role", str(registration.role), f"{' and '.join(self.roles)} nodes only")
             field_name = layout.mismatch(expected)
             if field_name is not None:
                 _refuse(f"layout.{field_name}", getattr(layout, field_name), getattr(expected, field_name))
@@ -163,6 +169,7 @@ class Registry:
         """Take in a node that fits and whose id is free, and make it and its peers known to each other."""
         assert registration.identity.node_id not in self._nodes
         node = Node(registration, link, self._clock())
+        self.roles = node.role.pools
         for other in self._nodes.values():
             if other.role is not node.role:
                 other.link.send(PeerJoined(node.peer))
@@ -207,19 +214,17 @@ class Registry:
 
     def missing(self, grace: float) -> list[Role]:
         """Roles no node has served in for longer than `grace` seconds, which a node that re-attaches may take."""
-        now = self._clock()
-        return [role for role, since in self._empty_since.items() if since is not None and now - since > grace]
+        now, since = self._clock(), self._empty_since
+        return [role for role in self.roles if (began := since[role]) is not None and now - began > grace]
 
     def answer_room(self, prompt_tokens: int) -> int | None:
-        """Tokens that the largest decode pool holds after a prompt; None while no decode node is attached."""
-        pools = [
-            node.registration.memory.num_pages * node.registration.layout.page_size for node in self.nodes(Role.DECODE)
-        ]
-        return max(pools) - prompt_tokens if pools else None
+        """Tokens that the node with most room holds after a prompt; None while none is attached that answers."""
+        rooms = [answer_room(node.registration) for node in self.nodes(self.roles[-1])]
+        return max(rooms) - prompt_tokens if rooms else None
 
     def refusal(self, size: Size) -> InvalidField | None:
         """Why no attached node of some role could ever run a request; None when each role has one that can."""
-        for role in Role:
+        for role in self.roles:
             refusals = [(node, size.refusal(node.registration)) for node in self.nodes(role)]
             if refusals and all(refused for _, refused in refusals):
                 return max(refusals, key=lambda pair: pair[0].registration.memory.num_pages)[1]
@@ -229,6 +234,7 @@ class Registry:
         for node_id, node in self._nodes.items():
             assert node.node_id == node_id
             assert node.registration.layout == self.layout
+            assert node.role in self.roles
             assert node.uncomputed.keys() <= node.rooms
             assert node.ungranted.keys() <= node.rooms
             assert node.overdue <= node.ungranted.keys()

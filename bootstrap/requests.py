@@ -28,6 +28,7 @@ class Ask:
     priority: int | None = None
     routing_key: str = ""
     cache_salt: str = ""
+    ttft_target: float | None = None  # seconds from arrival to token 0; None: as the node is set
     deadline: float | None = None  # on the front door's clock
 
 
@@ -100,7 +101,7 @@ class LiveRequest:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try at one request: one room, one prefill node, one decode node."""
+    """One try at one request: one room, one prefill node, one decode node. A unified node is both."""
 
     key: RoomKey
     request: LiveRequest
@@ -114,6 +115,16 @@ class Attempt:
     asked: float = 0.0  # when the decode node was asked
     decoding: float | None = None  # when the decode node's first token came
     quiesced: bool = False  # the prefill node has said that it is done writing
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those that have a part in it, each once."""
+        return tuple(dict.fromkeys(node for node in (self.prefill, self.decode) if node is not None))
+
+    @property
+    def unified(self) -> bool:
+        """One node does all of it: nothing is granted and nothing is written elsewhere."""
+        return self.prefill is not None and self.prefill is self.decode
 
     @property
     def size(self) -> Size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable
 
@@ -10,13 +11,16 @@ from bootstrap.chat import ChatMessage
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest, Phase, Timing
 from engine.core.errors import InvalidField
+from engine.core.journal import RoomRecord
 from engine.core.sampling import MAX_STOP_TOKENS, FinishReason, SamplingParams, StoppingParams
 from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
+from rpc.journal_wire import record_to_wire
 from rpc.wire import FINISH, ROLES, layout_to_wire, stats_to_wire
 
 __all__ = [
     "chat_from_wire",
     "check_token_ids",
+    "explained_to_wire",
     "finished_to_wire",
     "live_request_to_wire",
     "node_to_wire",
@@ -24,6 +28,7 @@ __all__ = [
     "piece_to_wire",
     "sampling_from_wire",
     "stopping_from_wire",
+    "ttft_target_from_wire",
 ]
 
 MAX_REQUEST_ID = 128  # characters
@@ -42,6 +47,16 @@ def check_lengths(message: generation_pb2.GenerateRequest) -> None:
         value = getattr(message, name)
         if len(value) > most:
             raise InvalidField(name, value, f"at most {most} characters")
+
+
+def ttft_target_from_wire(message: generation_pb2.GenerateRequest) -> float | None:
+    """None when there is none. Raises InvalidField."""
+    if not message.HasField("ttft_target_seconds"):
+        return None
+    target = message.ttft_target_seconds
+    if not 0 < target < math.inf:
+        raise InvalidField("ttft_target_seconds", target, "above 0 and finite")
+    return target
 
 
 def chat_from_wire(message: generation_pb2.Chat) -> tuple[ChatMessage, ...]:
@@ -188,6 +203,10 @@ def node_to_wire(node: Node, now: float, problems: Iterable[str] = ()) -> admin_
         heartbeat_age=now - node.heard,
         problems=problems,
     )
+
+
+def explained_to_wire(node: Node, rooms: Iterable[RoomRecord]) -> admin_pb2.ExplainedNode:
+    return admin_pb2.ExplainedNode(node_id=node.node_id, role=ROLES[node.role], rooms=map(record_to_wire, rooms))
 
 
 def live_request_to_wire(request: LiveRequest, now: float) -> admin_pb2.LiveRequest:

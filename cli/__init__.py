@@ -5,6 +5,7 @@ cluster. It must not know how a service works: it loads a service's configuratio
 running cluster over gRPC like any client.
 
 `main` finds the sub-command and imports its module, and no other: `services` (bootstrap, prefill, decode, prepare),
-`cluster` (up), `generate`, `chat`, `operate` (status, drain, health) and `demo`. Those that speak to a cluster do it
-through `client`; `show` lays out tables and progress; `children` starts processes and sees that none is left behind.
+`cluster` (up), `generate`, `chat`, `operate` (status, drain, health), `explain` and `demo`. Those that speak to a
+cluster do it through `client`; `show` lays out tables and progress; `children` starts processes and sees that none is
+left behind.
 """

@@ -23,7 +23,11 @@ from rpc.errors import from_rpc_error
 __all__ = ["ROLES", "Answer", "Client", "ClientConfig", "finish_reason", "named_error", "open_channel"]
 
 CALL_TIMEOUT_S = 30.0  # of calls that need no model
-ROLES = {types_pb2.ROLE_PREFILL: Role.PREFILL, types_pb2.ROLE_DECODE: Role.DECODE}
+ROLES = {
+    types_pb2.ROLE_PREFILL: Role.PREFILL,
+    types_pb2.ROLE_DECODE: Role.DECODE,
+    types_pb2.ROLE_UNIFIED: Role.UNIFIED,
+}
 
 _FINISH = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,

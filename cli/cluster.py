@@ -22,19 +22,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from bootstrap.config import BootstrapConfig
 from cli.children import Child, Interrupts
 from cli.client import ROLES, Client
 from cli.services import CONFIGS, add_config_file, config_file, load_service, prepare_model
 from cli.show import SIGN_OF_LIFE_S, Waiting, say
-from decode_service.config import DecodeConfig
 from engine.core.config import add_arguments, option_names
 from engine.core.errors import ConfigError, DeadlineExceeded, KVRelayError, Unavailable
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
 from kvrelay.v1 import admin_pb2
-from prefill_service.config import PrefillConfig
 
 __all__ = ["Cluster", "Interrupts", "Plan", "claim_address", "plan_cluster", "up"]
 
@@ -58,26 +56,26 @@ class Plan:
 
 
 def plan_cluster(
-    prefill: int,
-    decode: int,
+    nodes: Mapping[Role, int],
     address: str,
     flags: Mapping[str, object],
     env: Mapping[str, str],
     file: Path | None = None,
 ) -> Plan:
-    """Work out every child's command. `flags` are options of any service. Raises ConfigError for all mistakes."""
-    loaded = load_service(PrefillConfig, file, env, flags)
-    load_service(DecodeConfig, file, env, flags)
-    load_service(BootstrapConfig, file, env, flags)
-    threads = loaded.node.threads
+    """Work out every child's command. `nodes`: how many of each role. `flags` are options of any service.
+
+    Raises ConfigError for all mistakes.
+    """
+    configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in (*nodes, _BOOTSTRAP)]
+    node: NodeConfig = configs[0].node
+    threads = node.threads
     if threads is None and "OMP_NUM_THREADS" not in env:
-        threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
+        threads = max(1, len(os.sched_getaffinity(0)) // sum(nodes.values()))
     if threads is not None:
         flags = {**flags, "threads": threads}
         env = {**env, "OMP_NUM_THREADS": str(threads)}
     roles: dict[str, str] = {_BOOTSTRAP: _BOOTSTRAP}
-    roles |= {f"prefill-{i}": Role.PREFILL for i in range(prefill)}
-    roles |= {f"decode-{i}": Role.DECODE for i in range(decode)}
+    roles |= {f"{role}-{i}": role for role, count in nodes.items() for i in range(count)}
     metrics = claim_address("127.0.0.1:0")
     commands = {}
     for name, role in roles.items():
@@ -89,7 +87,7 @@ def plan_cluster(
         own += [f"--config={file.absolute()}"] if file else []
         # -P: a folder `engine` where the user stands is not ours.
         commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
-    return Plan(address, metrics, loaded.node, commands, roles, env)
+    return Plan(address, metrics, node, commands, roles, env)
 
 
 def _as_flags(config: type, options: Mapping[str, object]) -> list[str]:
@@ -286,8 +284,10 @@ def _nodes(client: Client) -> list[admin_pb2.Node]:
 
 def up(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay up`."""
-    parser.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill nodes (default: 1)")
-    parser.add_argument("--decode", type=_count, default=1, metavar="N", help="decode nodes (default: 1)")
+    parser.add_argument("--prefill", type=_count, metavar="N", help="prefill nodes (default: 1)")
+    parser.add_argument("--decode", type=_count, metavar="N", help="decode nodes (default: 1)")
+    text = "unified nodes, which do both, instead of prefill and decode nodes"
+    parser.add_argument("--unified", type=_count, metavar="N", help=text)
     text = "host:port for clients and nodes; port 0 picks one (default: 127.0.0.1:7070)"
     parser.add_argument("--address", default="127.0.0.1:7070", metavar="HOST:PORT", help=text)
     text = "give up when not all serve after so long (default: 300)"
@@ -309,9 +309,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _nodes_wanted(flags: argparse.Namespace) -> Mapping[Role, int]:
+    """How many of each role. Raises ConfigError for a mixture that no cluster can be."""
+    if flags.unified is None:
+        return {Role.PREFILL: flags.prefill or 1, Role.DECODE: flags.decode or 1}
+    if flags.prefill is None and flags.decode is None:
+        return {Role.UNIFIED: flags.unified}
+    both = "a cluster is made of unified nodes, or of prefill and decode nodes, and never of both"
+    raise ConfigError([f"--unified goes with neither --prefill nor --decode: {both}"])
+
+
 def _up(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     file = config_file(flags, env)
-    plan = plan_cluster(flags.prefill, flags.decode, claim_address(flags.address), vars(flags), env, file)
+    plan = plan_cluster(_nodes_wanted(flags), claim_address(flags.address), vars(flags), env, file)
     farewell = "stopping, finishing what runs (Ctrl-C again: at once)"
     serving = False
     with Interrupts() as interrupts:

@@ -13,6 +13,7 @@ from cli.show import say, timing_table
 from engine.core.errors import KVRelayError
 from engine.core.model_store import DEMO_MODEL
 from engine.core.sampling import FinishReason
+from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
 
 __all__ = ["demo"]
@@ -57,7 +58,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
 
 def _run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     options = {"model": flags.model, "kv_memory": "512MiB"}
-    plan = plan_cluster(1, 1, claim_address("127.0.0.1:0"), options, env)
+    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, claim_address("127.0.0.1:0"), options, env)
     with Interrupts() as interrupts, Cluster(plan, interrupts, quiet=not flags.show_logs) as cluster:
         say(f"KVRelay demo: one prefill node, one decode node, {flags.model}")
         prepare_model(plan.node.model, plan.node.model_dir)

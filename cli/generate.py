@@ -77,6 +77,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--priority", type=_SINT32, metavar="N", help="larger runs first")
     group.add_argument("--routing-key", default="", metavar="KEY", help="requests of one key share a prefill node")
     group.add_argument("--cache-salt", default="", metavar="SALT", help="share cached prefixes only under this salt")
+    group.add_argument(
+        "--ttft-target", type=float, metavar="SECONDS", help="first token wanted within so long (policy slack)"
+    )
     group.add_argument("--deadline", type=float, metavar="SECONDS", help="give up after so long")
     group.add_argument("--timing", action="store_true", help="print where the time went (to stderr)")
     add_arguments(parser, ClientConfig)
@@ -98,6 +101,7 @@ def fill_request(flags: argparse.Namespace, request: pb.GenerateRequest) -> pb.G
             priority=flags.priority,
             routing_key=flags.routing_key,
             cache_salt=flags.cache_salt,
+            ttft_target_seconds=flags.ttft_target,
         )
     )
     return request

@@ -41,11 +41,13 @@ _COMMANDS = (
     _Command("generate", "cli.generate:generate", "continue a prompt, streaming the text"),
     _Command("chat", "cli.chat:chat", "talk with the model"),
     _Command("status", "cli.operate:status", "show nodes, queues, pages and cache"),
+    _Command("explain", "cli.explain:explain", "tell what became of a request, and why it had to wait"),
     _Command("drain", "cli.operate:drain", "let a node finish its work and leave"),
     _Command("health", "cli.operate:health", "ask a process whether it serves"),
     _Command("bootstrap", "cli.services:bootstrap", "run the bootstrap service: front door and node registry"),
     _Command("prefill", "cli.services:prefill", "run a prefill node"),
     _Command("decode", "cli.services:decode", "run a decode node"),
+    _Command("unified", "cli.services:unified", "run a unified node: prefill and decode in one"),
     _Command("prepare", "cli.services:prepare", "fetch and convert a model, so that later starts are quick"),
     _Command("demo", "cli.demo:demo", "start a small cluster, answer two prompts, stop"),
 )

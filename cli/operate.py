@@ -115,7 +115,7 @@ def _status_text(
     page = f"{model.page_size} tokens a page" if model.page_size else "no node yet"
     lines = [
         f"{model.name} at {address}: {model.max_context} tokens of context, {page}",
-        f"requests: {listing.live_requests} live, {listing.queued_requests} of them waiting for a decode node",
+        f"requests: {listing.live_requests} live, {listing.queued_requests} of them waiting",
     ]
     if listing.nodes:
         lines += ["", _node_table(listing)]

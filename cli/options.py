@@ -8,6 +8,7 @@ from bootstrap.config import BootstrapConfig
 from decode_service.config import DecodeConfig
 from engine.core.config import describe
 from prefill_service.config import PrefillConfig
+from unified_service.config import UnifiedConfig
 
 __all__ = ["options_page"]
 
@@ -18,13 +19,18 @@ Made by `make docs` from the code; do not edit.
 
 An option `page_size` is the flag `--page-size`, the environment variable `KVRELAY_PAGE_SIZE`, and the key `page_size`
 in the TOML file given with `--config`. A flag wins over the environment, the environment over the file. One file may
-serve a whole cluster: each service takes what it knows. `kvrelay up` takes the options of all three services, and
+serve a whole cluster: each service takes what it knows. `kvrelay up` takes the options of all services, and
 decides addresses and node ids itself.
 """
 
 
 def options_page() -> str:
-    services = (("bootstrap", BootstrapConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig))
+    services = (
+        ("bootstrap", BootstrapConfig),
+        ("prefill", PrefillConfig),
+        ("decode", DecodeConfig),
+        ("unified", UnifiedConfig),
+    )
     page = "\n".join([_HEAD, *(f"## kvrelay {name}\n\n{describe(config)}" for name, config in services)])
     return page.replace(str(Path.home()), "~")  # the same page whoever makes it
 

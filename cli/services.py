@@ -1,4 +1,4 @@
-"""`kvrelay bootstrap`, `prefill`, `decode` and `prepare`: load a configuration, hand over to what it configures."""
+"""`kvrelay bootstrap`, `prepare` and every kind of node: load a configuration, hand over to what it configures."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from engine.core.model_store import DEMO_MODEL, PreparedModel, default_cache_dir
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
 from prefill_service.config import PrefillConfig
+from unified_service.config import UnifiedConfig
 
 __all__ = [
     "CONFIGS",
@@ -33,9 +34,15 @@ __all__ = [
     "prefill",
     "prepare",
     "prepare_model",
+    "unified",
 ]
 
-CONFIGS: dict[str, type] = {"bootstrap": BootstrapConfig, Role.PREFILL: PrefillConfig, Role.DECODE: DecodeConfig}
+CONFIGS: dict[str, type] = {
+    "bootstrap": BootstrapConfig,
+    Role.PREFILL: PrefillConfig,
+    Role.DECODE: DecodeConfig,
+    Role.UNIFIED: UnifiedConfig,
+}
 
 log = logging.getLogger("kvrelay")
 
@@ -77,6 +84,18 @@ def decode(parser: argparse.ArgumentParser) -> None:
         return main(dataclasses.replace(config, node=node))
 
     _service(parser, DecodeConfig, run)
+
+
+def unified(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `kvrelay unified`."""
+
+    def run(config: UnifiedConfig) -> int:
+        node = _announced(Role.UNIFIED, config.node)
+        from unified_service.server import main
+
+        return main(dataclasses.replace(config, node=node))
+
+    _service(parser, UnifiedConfig, run)
 
 
 def _announced(role: Role, config: NodeConfig) -> NodeConfig:

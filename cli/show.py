@@ -20,9 +20,9 @@ __all__ = ["Waiting", "bytes_text", "describe_error", "say", "table", "timing_ta
 SIGN_OF_LIFE_S = 2.0
 
 _PHASES = (
-    ("queue", "in the bootstrap queue, until a decode node was asked"),
+    ("queue", "in the bootstrap queue, until a decode or a unified node was asked"),
     ("grant_wait", "until the decode node had set pages aside"),
-    ("prefill_wait", "until the prefill node took it up"),
+    ("prefill_wait", "until the node that prefills took it up"),
     ("prefill", "reading the prompt"),
     ("handoff", "last chunk computed to first decode step"),
     ("first_step", "first decode step, and messages on their way"),
@@ -117,10 +117,12 @@ def _phase(timing: pb.Timing, phase: str) -> float:
 
 
 def _decode_rate(usage: pb.Usage, timing: pb.Timing) -> str:
-    """Tokens a second. The first token is the prefill node's, and `decode` begins at the second. Of an answer of
-    several attempts it is not known how many tokens came in it.
+    """Tokens a second. `decode` begins at the decode node's first token, which is the second one; a unified node makes
+    the first one, too. Of an answer of several attempts it is not known how many tokens came in it.
     """
-    return _rate(usage.output_tokens - 2, timing.decode) if timing.attempts <= 1 < usage.output_tokens - 1 else "-"
+    unified = "" != timing.prefill_node == timing.decode_node
+    tokens = usage.output_tokens - (1 if unified else 2)
+    return _rate(tokens, timing.decode) if timing.attempts <= 1 and tokens > 0 else "-"
 
 
 def _rate(amount: float, seconds: float) -> str:

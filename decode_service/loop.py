@@ -41,11 +41,12 @@ from engine.core.messages import (
     WriterQuiesced,
 )
 from engine.core.metrics import Metrics, NodeMetric
-from engine.core.sampling import FinishReason, finish_reason
+from engine.core.sampling import finish_reason
 from engine.core.types import NodeIdentity, RoomKey, TokenOutput
 from engine.device.batch import Row, build_batch
+from engine.device.next_token import next_tokens
 from engine.device.page_allocator import PageAllocator
-from engine.device.sampler import Sample, TokenHistory, sample
+from engine.device.sampler import TokenHistory
 from engine.device.setup import NodeDevice
 from transfer.agent import TransferAgent
 from transfer.fencing import FenceTable
@@ -116,6 +117,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def link_lost(self, link: Link) -> None:
         for room in [room for room in self._rooms.values() if room.link is link]:
+            self.journal.failed(room.key, "its front door was lost")
             self._end(room)
         for other in self.links:  # the lost one will pass no acknowledgement on
             self._ask_writers(other)
@@ -132,9 +134,12 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             case Reserve(reservation):
                 assert link is not None
                 self._requests += 1
-                self._rooms[reservation.key] = DecodeRoom(reservation, link, Timeline(self.clock))
-            case Abort(key):
+                new = self._rooms[reservation.key] = DecodeRoom(reservation, link, Timeline(self.clock))
+                new.times.stamp(LifetimeEvent.ARRIVED)
+                self.journal.arrived(reservation.request_id, new.key, new.prompt, new.times)
+            case Abort(key, reason):
                 if (room := self._rooms.get(key)) is not None:
+                    self.journal.failed(key, f"aborted: {reason}")
                     self._end(room)
             case WriterQuiesced(key):
                 if (room := self._rooms.get(key)) is not None:
@@ -201,6 +206,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _end(self, room: DecodeRoom) -> None:
         """Forget a room. Pages that a write may still reach are fenced, all others are free at once."""
         del self._rooms[room.key]
+        self.journal.ended(room.key)
         if room.state is RoomState.ARRIVING:
             self._receiver.forget(room.key)
             self._allocator.move(room.pages, room.key, FENCED)
@@ -221,6 +227,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
         room.link.report(RoomFailed(room.key, phase.phase, reason, retriable, code))
+        self.journal.failed(room.key, f"failed while {phase.phase}: {reason}")
         self._end(room)
 
     # ---- a pass ----
@@ -263,6 +270,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             room = self._rooms[key]
             room.pages.extend(self._allocator.allocate(self._device.layout.pages_for(room.prompt), key))
             room.state = RoomState.ARRIVING
+            room.times.stamp(LifetimeEvent.GRANTED)
             self._receiver.expect(key, len(room.pages))
             room.link.report(Grant(key, tuple(room.pages), self._head_room()))
         self._stats = self.collect_stats()  # a heartbeat during the step that follows must not tell of room given away
@@ -319,27 +327,19 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         for seconds in handoff.values():
             self.metrics.observe(NodeMetric.HANDOFF_SECONDS, seconds)
         logits = self._forward([Row([room.last_token], room.position, room.pages, True) for room in running])
-        drawn = self._sample(running, logits)
+        drawn = next_tokens(logits, [room.wanted for room in running])
         outputs: defaultdict[Link, tuple[list[TokenOutput], list[DecodeReport]]] = defaultdict(lambda: ([], []))
-        for room, one in zip(running, drawn, strict=True):
+        for room, token in zip(running, drawn, strict=True):
             tokens, reports = outputs[room.link]
-            tokens.append(self._advance(room, one))
+            tokens.append(token)
+            room.advance(token.token_id)
             if room.key in handoff:
                 reports.append(DecodeReport(room.key, handoff[room.key]))
-            if tokens[-1].finish is not None:
+            if token.finish is not None:
                 self._end(room)
         for link, (tokens, reports) in outputs.items():
             link.publish(StepOutput(tokens=tuple(tokens), decoded=tuple(reports)))
         self._measure(len(running), self.clock() - started)
-
-    def _advance(self, room: DecodeRoom, drawn: Sample) -> TokenOutput:
-        room.last_token = drawn.token_id
-        room.last_index += 1
-        if room.history is not None:
-            room.history.append(drawn.token_id)
-        finish = finish_reason(room.reservation.stopping, room.last_index, drawn.token_id)
-        matched = drawn.token_id if finish is FinishReason.STOP else None
-        return TokenOutput(room.key, room.last_index, drawn.token_id, drawn.logprob, finish, matched)
 
     def step_failed(self, incident: str) -> None:
         for room in self._in(RoomState.RUNNING):
@@ -347,16 +347,6 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def _forward(self, rows: list[Row]) -> Tensor:
         return self._device.runner.forward(build_batch(rows, self._page_size, self._device.pool.device))
-
-    @staticmethod
-    def _sample(rooms: list[DecodeRoom], logits: Tensor) -> list[Sample]:
-        return sample(
-            logits,
-            [room.reservation.sampling for room in rooms],
-            [room.last_index + 1 for room in rooms],
-            [room.reservation.stopping.forbidden(room.last_index + 1) for room in rooms],
-            [room.history for room in rooms],
-        )
 
     def _measure(self, tokens: int, seconds: float) -> None:
         self._outputs += tokens
@@ -394,6 +384,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._device.pool.check_integrity()
         self._fence.check_integrity()
         assert self._fence.fenced_pages == self._allocator.owned(FENCED), "the fence and its pages disagree"
+        assert self.journal.live == self._rooms.keys(), "the journal knows other rooms"
         held = 0
         for key, room in self._rooms.items():
             assert room.key == key

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from engine.core.lifetime import Timeline
 from engine.core.loop import Link
 from engine.core.types import Reservation, RoomKey
+from engine.device.next_token import Wanted
 from engine.device.sampler import TokenHistory
 
 __all__ = ["DecodeRoom", "RoomState"]
@@ -64,3 +65,16 @@ class DecodeRoom:
     def position(self) -> int:
         """Where the newest token goes: tokens whose KV is in the pages."""
         return self.prompt + self.generated - 1
+
+    @property
+    def wanted(self) -> Wanted:
+        """The next token."""
+        reservation = self.reservation
+        return Wanted(self.key, self.last_index + 1, reservation.sampling, reservation.stopping, self.history)
+
+    def advance(self, token_id: int) -> None:
+        """That was it."""
+        self.last_token = token_id
+        self.last_index += 1
+        if self.history is not None:
+            self.history.append(token_id)

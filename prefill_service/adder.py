@@ -20,6 +20,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.core.journal import Accounts, Refusal
 from engine.core.room_budget import CLIP_NEW_TOKENS
 from engine.core.types import ceil_div
 from engine.device.page_allocator import PageAllocator
@@ -38,14 +39,6 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Accounts:
-    rem_input: int
-    rem_chunk: int | None
-    total: float
-    current: int
-
-
-@dataclass(frozen=True, slots=True)
 class Attempt:
     """One decision about one request, in tokens. Refused: extend is 0."""
 
@@ -57,6 +50,14 @@ class Attempt:
     verdict: Verdict
     before: Accounts
     after: Accounts
+    need: int  # memory that must be there for it to be admitted at all,
+    room: float  # and what there was once its own prefix was locked: need < room
+    refusal: Refusal | None = None
+
+    @property
+    def short(self) -> float:
+        """Tokens of memory that were missing; 0 or less: memory was not why it was refused."""
+        return self.need + 1 - self.room
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,58 +109,84 @@ class Adder:
         memory = (self._allocator.available + self._cache.evictable) * self._page_size
         return Accounts(self._rem_input, self._rem_chunk, memory - self._total_used, memory - self._current_used)
 
+    def holds(self, request: PrefillRequest) -> int:
+        """Most memory that a request will ever keep from others, once admitted: what must be less than the pool."""
+        growth = min(request.max_new, CLIP_NEW_TOKENS) if self._decodes else 1
+        return self._ceil(request.length) + growth + self._page_size
+
+    def give_back(self, growth: float) -> None:
+        """A decode row leaves, and will not grow by so much. The token it had in this forward is given to nobody."""
+        self._total_used -= growth
+
     def proceed(self, request: PrefillRequest, limit: int | None = None) -> Attempt:
         """Let the continuation advance, by at most `limit` tokens. Must come before any `admit`."""
         assert not self.admitted
         before = self.accounts()
         wanted = request.length - request.computed
-        room = self._floor(int(min(before.total, before.current)))
+        memory = min(before.total, before.current)
+        need = min(wanted, self._page_size) - 1
+        room = self._floor(int(memory))
         bounds = [bound for bound in (self._rem_chunk, limit) if bound is not None]
         most = min(room, *bounds)
         extend = wanted if self._ceil(wanted) <= most else max(0, self._floor(most))
         self.continuation = request if extend < wanted else None
         if extend == 0:
-            verdict = Verdict.OTHER if room else Verdict.NO_TOKEN
-            return Attempt(request, request.computed, wanted, 0, False, verdict, before, before)
-        return self._commit(request, request.computed, wanted, extend, before)
+            refusal = Refusal.CHUNK if room else Refusal.MEMORY
+            return _refused(request, request.computed, wanted, before, need, memory, refusal)
+        return self._commit(request, request.computed, wanted, extend, before, need, memory)
 
-    def admit(self, request: PrefillRequest) -> Attempt:
-        """Decide about a waiting request, whose match must be fresh."""
+    def admit(self, request: PrefillRequest, spare: int | None = None) -> Attempt:
+        """Decide about a waiting request, whose match must be fresh. spare: it may hold less than so much memory."""
         before = self.accounts()
         node = request.reusable(self._page_size)
         prefix = node.depth * self._page_size
         wanted = request.length - prefix
+        need = self._need(request, prefix, wanted)
+        if spare is not None and (held := self.holds(request)) >= spare:
+            return _refused(request, prefix, wanted, before, held, spare, Refusal.SPARE)
         self._cache.lock(node)
-        extend, refusal = self._decide(request, prefix, wanted)
+        room = self.accounts().total
+        extend, refusal = self._decide(prefix, wanted, need, room)
         if refusal is not None:
             self._cache.unlock(node)
-            return Attempt(request, prefix, wanted, 0, False, refusal, before, before)
+            return _refused(request, prefix, wanted, before, need, room, refusal)
         request.node = node
         request.computed = prefix
         if extend < wanted:
             self.continuation = request
-        return self._commit(request, prefix, wanted, extend, before)
+        return self._commit(request, prefix, wanted, extend, before, need, room)
 
-    def _decide(self, request: PrefillRequest, prefix: int, wanted: int) -> tuple[int, Verdict | None]:
+    def _need(self, request: PrefillRequest, prefix: int, wanted: int) -> int:
+        if not self._decodes:
+            return wanted + 1 + self._page_size
+        growth = min(max(request.max_new - request.generated, 0), CLIP_NEW_TOKENS)
+        if request.generated:  # what has begun is admitted by an idle node, however long it may yet become
+            idle = self._allocator.num_pages * self._page_size - prefix
+            growth = min(growth, max(1, idle - 1 - wanted - self._page_size))
+        return wanted + growth + self._page_size
+
+    def _decide(self, prefix: int, wanted: int, need: int, room: float) -> tuple[int, Refusal | None]:
         """(tokens to compute, None) or (0, why not)."""
         if self._max_requests is not None and len(self.admitted) >= self._max_requests:
-            return 0, Verdict.OTHER
-        growth = request.max_new - request.generated if self._decodes else 1
-        need = wanted + min(max(growth, 0), CLIP_NEW_TOKENS) + self._page_size
-        if need >= self.accounts().total:
-            return 0, Verdict.NO_TOKEN
+            return 0, Refusal.REQUESTS
+        if need >= room:
+            return 0, Refusal.MEMORY
         if self._rem_chunk is None:
             if self.admitted and self._ceil(wanted) >= self._rem_input:
-                return 0, Verdict.OTHER
+                return 0, Refusal.INPUT
             return wanted, None
         if self._ceil(wanted) <= self._rem_chunk:
             return wanted, None
         extend = self._floor(prefix + self._floor(self._rem_chunk)) - prefix
-        if extend <= 0 or self.continuation is not None:
-            return 0, Verdict.OTHER
+        if extend <= 0:
+            return 0, Refusal.CHUNK
+        if self.continuation is not None:
+            return 0, Refusal.CUT
         return extend, None
 
-    def _commit(self, request: PrefillRequest, prefix: int, wanted: int, extend: int, before: Accounts) -> Attempt:
+    def _commit(
+        self, request: PrefillRequest, prefix: int, wanted: int, extend: int, before: Accounts, need: int, room: float
+    ) -> Attempt:
         assert 0 < extend <= wanted
         request.end = prefix + extend
         charge = self._ceil(extend)
@@ -170,7 +197,8 @@ class Adder:
         self._current_used += charge + self._page_size
         self._total_used += charge + self._page_size + (growth if extend == wanted else 0)
         after = self.accounts()
-        attempt = Attempt(request, prefix, wanted, extend, extend < wanted, _state(after), before, after)
+        chunked, verdict = extend < wanted, _state(after)
+        attempt = Attempt(request, prefix, wanted, extend, chunked, verdict, before, after, need, room)
         self.admitted.append(attempt)
         return attempt
 
@@ -179,6 +207,13 @@ class Adder:
 
     def _floor(self, tokens: int) -> int:
         return tokens // self._page_size * self._page_size
+
+
+def _refused(
+    request: PrefillRequest, prefix: int, wanted: int, at: Accounts, need: int, room: float, refusal: Refusal
+) -> Attempt:
+    verdict = Verdict.NO_TOKEN if refusal in (Refusal.MEMORY, Refusal.SPARE) else Verdict.OTHER
+    return Attempt(request, prefix, wanted, 0, False, verdict, at, at, need, room, refusal)
 
 
 def _state(accounts: Accounts) -> Verdict:

@@ -17,8 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError
 from engine.core.handoff import HandoffState
@@ -28,7 +26,6 @@ from engine.core.loop import EngineLoop, Link, room_of
 from engine.core.messages import (
     Abort,
     AdmitReport,
-    CacheDelta,
     Command,
     Granted,
     NodeStats,
@@ -42,13 +39,15 @@ from engine.core.messages import (
     Submit,
 )
 from engine.core.metrics import Metrics, NodeMetric
-from engine.core.sampling import FinishReason, finish_reason
-from engine.core.types import NodeIdentity, RoomKey, TokenOutput
+from engine.core.types import NodeIdentity, PrefillTask, RoomKey, TokenOutput
 from engine.device.batch import Row, build_batch
+from engine.device.next_token import Wanted, next_tokens
 from engine.device.page_allocator import PageAllocator
-from engine.device.sampler import Sample, TokenHistory, sample
+from engine.device.sampler import TokenHistory
 from engine.device.setup import NodeDevice
+from prefill_service.announce import announce_all, announce_changes
 from prefill_service.config import PrefillConfig
+from prefill_service.journal import PassJournal, PassLog
 from prefill_service.prefix_cache import PrefixCache
 from prefill_service.request import PrefillRequest
 from prefill_service.scheduler import BatchRow, PassRecord, PrefillBatch, Scheduler, SendSpan
@@ -61,7 +60,6 @@ log = logging.getLogger("kvrelay.prefill")
 
 RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
 CANARY_TOKENS = 16
-KEYS_A_MESSAGE = 100_000  # about 2 MB, well below the front door's message limit
 
 
 @dataclass(slots=True)
@@ -85,14 +83,16 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         agent: TransferAgent,
         metrics: Metrics,
         clock: Clock = monotonic,
+        pass_log: PassLog | None = None,
     ):
-        super().__init__("prefill-engine", metrics, config.node.stall_timeout, clock)
+        self._passes = PassJournal(clock)
+        self._pass_log = pass_log
+        super().__init__("prefill-engine", metrics, config.node.stall_timeout, clock, self._passes)
         self._device = device
         self._page_size = device.layout.page_size
         allocator = PageAllocator(device.pool.num_pages)
         self._cache = PrefixCache(allocator, config.scheduler.eviction)
-        on_pass = self._log_pass if log.isEnabledFor(logging.DEBUG) else None
-        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock, on_pass)
+        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass)
         self._agent = agent
         self._sender = PageSender(
             agent,
@@ -131,34 +131,29 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     # ---- what comes in ----
 
     def link_up(self, link: Link) -> None:
-        keys = self._cache.keys()
-        for start in range(0, max(1, len(keys)), KEYS_A_MESSAGE):  # parents first, so any cut is a good one
-            link.report(CacheDelta(keys[start : start + KEYS_A_MESSAGE], (), reset=start == 0))
+        announce_all(self._cache, link)
 
     def link_lost(self, link: Link) -> None:
         for key in [key for key, room in self._rooms.items() if room.link is link]:
-            self._abort(key)
+            self._abort(key, "its front door was lost")
 
     def handle(self, link: Link | None, item: Command | SenderEvent) -> None:
         match item:
             case Submit(task):
                 assert link is not None
-                try:
-                    self._rooms[task.key] = _Room(self._scheduler.submit(task), link)
-                except KVRelayError as error:
-                    phase = HandoffState.QUEUED.phase
-                    link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
+                self._submit(task, link)
             case Granted(key):
                 if (room := self._rooms.get(key)) is not None:
                     room.grant = item
-                    self._scheduler.grant(key)
-            case Abort(key):
+                    if self._scheduler.grant(key) is not None:
+                        self._passes.waits(key)
+            case Abort(key, reason):
                 assert link is not None
                 if (room := self._rooms.get(key)) is None:  # ended, or never here: either way nothing is being written
                     link.report(RoomQuiesced(key))
                 else:
                     room.link = link  # the one it came over may be gone
-                    self._abort(key)
+                    self._abort(key, f"aborted: {reason}")
             case PeerJoined(peer):
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
             case PeerLeft(identity):
@@ -184,8 +179,19 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         elif key is not None:
             self._fail(key, HandoffState.PREFILLING, reason, retriable=False)
 
-    def _abort(self, key: RoomKey) -> None:
+    def _submit(self, task: PrefillTask, link: Link) -> None:
+        try:
+            request = self._scheduler.submit(task)
+        except KVRelayError as error:
+            phase = HandoffState.QUEUED.phase
+            link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
+            return
+        self._rooms[task.key] = _Room(request, link)
+        self.journal.arrived(task.request_id, task.key, len(task.token_ids), request.times)
+
+    def _abort(self, key: RoomKey, why: str) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
+        self.journal.failed(key, why)
         room = self._rooms[key]
         room.over = True
         self._scheduler.abort(key)
@@ -193,8 +199,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             self._sender.cancel(key)
         else:
             self._scheduler.finish(key)  # of one that was admitted in a pass that failed before it was opened
-            del self._rooms[key]
-            room.link.report(RoomQuiesced(key))
+            self._forget(key).link.report(RoomQuiesced(key))
 
     def _fail(self, key: RoomKey, phase: HandoffState, reason: str, retriable: bool) -> None:
         room = self._rooms.get(key)
@@ -203,7 +208,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
         room.link.report(RoomFailed(key, phase.phase, reason, retriable))
-        self._abort(key)
+        self._abort(key, f"failed while {phase.phase}: {reason}")
 
     def _peer_left(self, identity: NodeIdentity) -> None:
         for key, room in list(self._rooms.items()):
@@ -214,6 +219,10 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     def _end(self, key: RoomKey) -> _Room:
         """The sender is done with a room: its pages may go."""
         self._scheduler.finish(key)
+        return self._forget(key)
+
+    def _forget(self, key: RoomKey) -> _Room:
+        self.journal.ended(key)
         return self._rooms.pop(key)
 
     # ---- a pass ----
@@ -230,16 +239,17 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         logits = self._device.runner.forward(
             build_batch([self._row(row) for row in batch.rows], self._page_size, self._device.pool.device)
         )
-        last = [row.request for row in batch.rows if row.is_last]
-        samples = dict(zip((r.key for r in last), self._sample(last, logits), strict=True))
+        drawn = next_tokens(logits, [self._wanted(row.request.task) for row in batch.rows if row.is_last])
+        tokens = {token.key: token for token in drawn}
         forward_end_ns = time.time_ns()
-        self._measure(batch.tokens, self.clock() - started)
-        spans = self._scheduler.complete_forward(batch)
+        seconds = self.clock() - started
+        self._measure(batch.tokens, seconds)
+        spans = self._scheduler.complete_forward(batch, seconds)
         self._computing = False
-        self._publish(samples)
+        self._publish(drawn)
         for span in spans:
-            self._send(span, samples.get(span.request.key), forward_end_ns)
-        self._announce_cache()
+            self._send(span, tokens.get(span.request.key), forward_end_ns)
+        announce_changes(self._cache, self.links)
         self._batch = None
         return True
 
@@ -273,62 +283,47 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         for link, reports in by_link.items():
             link.publish(StepOutput(admitted=tuple(reports)))
 
-    def _send(self, span: SendSpan, drawn: Sample | None, forward_end_ns: int) -> None:
+    def _send(self, span: SendSpan, token: TokenOutput | None, forward_end_ns: int) -> None:
         request, note = span.request, None
         if span.is_last:
-            assert drawn is not None
-            index = request.task.first_index
-            note = HandoffNote(drawn.token_id, index, drawn.logprob, request.cached_tokens, forward_end_ns).encode()
+            assert token is not None
+            note = HandoffNote(
+                token.token_id, token.index, token.logprob, request.cached_tokens, forward_end_ns
+            ).encode()
         if span.pages or note is not None:
             self._sender.send(request.key, span.first, span.pages, last=note)
 
     @staticmethod
-    def _sample(requests: Iterable[PrefillRequest], logits: Tensor) -> list[Sample]:
-        tasks = [request.task for request in requests]
-        return sample(
-            logits,
-            [task.sampling for task in tasks],
-            [task.first_index for task in tasks],
-            [task.stopping.forbidden(task.first_index) for task in tasks],
-            [TokenHistory(task.token_ids, task.first_index) if task.sampling.needs_history else None for task in tasks],
-        )
+    def _wanted(task: PrefillTask) -> Wanted:
+        history = TokenHistory(task.token_ids, task.first_index) if task.sampling.needs_history else None
+        return Wanted(task.key, task.first_index, task.sampling, task.stopping, history)
 
-    def _publish(self, samples: dict[RoomKey, Sample]) -> None:
+    def _publish(self, tokens: Iterable[TokenOutput]) -> None:
         """Token 0 goes to the front door by itself, ahead of the last pages."""
         by_link: defaultdict[Link, list[tuple[TokenOutput, PrefillReport]]] = defaultdict(list)
-        for key, drawn in samples.items():
-            room = self._rooms[key]
-            request, task = room.request, room.request.task
-            finish = finish_reason(task.stopping, task.first_index, drawn.token_id)
-            matched = drawn.token_id if finish is FinishReason.STOP else None
-            token = TokenOutput(key, task.first_index, drawn.token_id, drawn.logprob, finish, matched)
+        for token in tokens:
+            room = self._rooms[token.key]
+            request = room.request
             wait = request.times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
             prefill = request.times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
-            report = PrefillReport(key, request.chunks, wait, prefill)
+            report = PrefillReport(token.key, request.chunks, wait, prefill)
             by_link[room.link].append((token, report))
             request.times.stamp(LifetimeEvent.TOKEN_0)
             self._outputs += 1
         for link, made in by_link.items():
-            tokens, reports = zip(*made, strict=True)
-            link.publish(StepOutput(tokens=tokens, prefilled=reports))
+            made_tokens, reports = zip(*made, strict=True)
+            link.publish(StepOutput(tokens=made_tokens, prefilled=reports))
 
-    @staticmethod
-    def _log_pass(record: PassRecord) -> None:
-        counts = {name: getattr(record, name) for name in ("waiting", "in_flight", "batch_tokens", "cached_tokens")}
-        tried = [f"{a.request.task.request_id}: {a.extend} tokens, {a.verdict.name}" for a in record.attempts]
-        log.debug("pass", extra={"number": record.number, "policy": record.in_effect, "attempts": tried, **counts})
+    def _on_pass(self, record: PassRecord) -> None:
+        self._passes.on_pass(record)
+        if self._pass_log is not None:
+            self._pass_log.on_pass(record)
 
     def _measure(self, tokens: int, seconds: float) -> None:
         rate = tokens / max(seconds, 1e-9)
         self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
         self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
         self.metrics.observe(NodeMetric.STEP_TOKENS, tokens)
-
-    def _announce_cache(self) -> None:
-        delta = self._cache.drain_changes()
-        if delta.added or delta.removed:
-            for link in self.links:
-                link.report(delta)
 
     # ---- what others may see ----
 
@@ -357,3 +352,4 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._device.pool.check_integrity()
         live = {key for key, room in self._rooms.items() if self._scheduler.get(key) is room.request}
         assert live == self._rooms.keys(), "a room outlived its request"
+        assert self.journal.live == live, "the journal knows other rooms"

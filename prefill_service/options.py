@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.core.config import option
 from prefill_service.policy import Policy, combination_problems
@@ -35,10 +36,39 @@ class SchedulerConfig:
         32, "of waiting requests that share this many first tokens, one goes first and fills the cache; -1: off", low=-1
     )
     dedup_cached_tokens: int = option(32, "only requests with at most this many tokens cached wait so; -1: off", low=-1)
+    dedup_weighed: bool = option(
+        False, "instead: a request waits for the shortest that shares more tokens with it than a forward costs"
+    )
+    dedup_cost_tokens: int = option(
+        256, "what one more forward costs a request, until that has been measured", unit="tokens", low=0
+    )
     prefix_match_queue_limit: int | None = option(
         None, "with more requests waiting, lpm and hrrn order by fcfs; none: they always match", low=0
     )
+    age_credit: float = option(
+        0.03, "policy lpm-aged: a token computed since a request arrived is worth so many cached", low=1e-4, high=1e3
+    )
+    ttft_target: float = option(
+        2.0, "policy slack: time to first token, of requests that name no target", unit="seconds", low=1e-3
+    )
+    forward_target: float | None = option(
+        None, "cut prompts so that a forward takes so long; none: to chunk_size, the most in any case", low=1e-4
+    )
+    lookahead: int = option(
+        0, "of requests behind one that memory is too short for, so many are tried; it cannot be starved by them", low=0
+    )
+    preemption_threshold: int | None = option(
+        10, "with priorities: one that is ahead by more than this may take the place of others; none: never", low=0
+    )
     random_seed: int = option(0, "of the random policy")
+    log_passes: Path | None = option(None, "append a line of JSON for every scheduling pass to this file; none: do not")
 
     def problems(self) -> Iterable[str]:
-        return combination_problems(self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling)
+        yield from combination_problems(
+            self.policy,
+            cache_enabled=self.prefix_cache,
+            priorities=self.priority_scheduling,
+            dedup_weighed=self.dedup_weighed,
+        )
+        if self.forward_target is not None and self.chunk_size is None:
+            yield "forward_target says how prompts are cut, and chunk_size is none: they are not"

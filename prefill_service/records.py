@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prefill_service.adder import Attempt
+from prefill_service.cost_model import pairs
 from prefill_service.policy import Policy
 from prefill_service.request import PrefillRequest
 
@@ -32,6 +34,11 @@ class PrefillBatch:
         """Tokens to compute."""
         return sum(row.end - row.start for row in self.rows)
 
+    @property
+    def pairs(self) -> float:
+        """Of tokens to compute and tokens they attend to (`prefill_service.cost_model`)."""
+        return sum(pairs(row.end - row.start, row.start) for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class SendSpan:
@@ -57,6 +64,18 @@ class PassRecord:
     batch_tokens: int
     cached_tokens: int  # of requests admitted in this pass
     attempts: tuple[Attempt, ...]
+    continues: bool  # the first attempt is of the request that was partly computed already
+
+    def placed(self) -> Iterator[tuple[int | None, Attempt]]:
+        """Each attempt and its request's position in the queue, from 1; None for the one that goes ahead of it."""
+        position, before = 0, None
+        for index, attempt in enumerate(self.attempts):
+            if index == 0 and self.continues:
+                yield None, attempt
+                continue
+            position += attempt.request is not before  # one for which others were preempted is tried twice
+            before = attempt.request
+            yield position, attempt
 
 
 @dataclass(frozen=True, slots=True)

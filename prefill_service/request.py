@@ -3,6 +3,8 @@
     BOOTSTRAP ──grant──► WAITING ──admitted──► RUNNING ──last chunk done──► IN_FLIGHT ──writes terminal──► ENDED
         └─────abort────────┴──────────► ENDED     └──────abort──────────────►┘ (marked `aborted`)
 
+On a node that also decodes, a request is IN_FLIGHT while it does, and goes back to WAITING if retracted or preempted.
+
 Page table of an admitted request, whose KV is known up to `computed`:
 
     pages[: node.depth]   in the cache, kept by this request's one lock on `node`
@@ -13,6 +15,7 @@ Page table of an admitted request, whose KV is known up to `computed`:
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from engine.core.lifetime import Timeline
@@ -42,6 +45,7 @@ class PrefillRequest:
     node: Node  # deepest match of the last pass; once admitted, the node this request locks
     times: Timeline
     arrival_tokens: int = 0  # the node's count of tokens processed when this arrived
+    deadline: float = math.inf  # for its first token, on the scheduler's clock
     queue_time: float = 0.0  # when it entered the waiting queue
     state: RequestState = RequestState.BOOTSTRAP
     aborted: bool = False
@@ -81,6 +85,14 @@ class PrefillRequest:
     @property
     def private_pages(self) -> list[int]:
         return self.pages[self.node.depth :]
+
+    def wait_again(self, task: PrefillTask, keys: tuple[bytes, ...]) -> None:
+        """Forget what was computed: whoever calls has given pages and lock back."""
+        self.task, self.keys, self.length = task, keys, len(task.token_ids)
+        self.state = RequestState.WAITING
+        self.deprioritized = False
+        self.matched = self.computed = self.end = self.chunks = self.sent = 0
+        self.pages = []
 
     def observe(self, node: Node, page_size: int) -> None:
         """Note the deepest match. At least the last token is computed, since its logits are wanted."""

@@ -18,28 +18,46 @@ Page ownership: free | cache (evictable, or protected by the one lock of each ad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import AlreadyExists, ConfigError, InvalidField
 from engine.core.lifetime import LifetimeEvent, Timeline
-from engine.core.room_budget import longest_prompt
+from engine.core.page_keys import page_keys
+from engine.core.room_budget import longest_prompt, never_fits_unified
 from engine.core.types import PrefillTask, RoomKey, ceil_div
 from engine.device.page_allocator import PageAllocator
-from prefill_service.adder import Adder, Attempt, Verdict, shortest_first_limit
+from prefill_service.adder import Adder, Attempt, shortest_first_limit
+from prefill_service.admission import Admission
+from prefill_service.cost_model import CostModel
 from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy, QueueOrder, without_cache
+from prefill_service.preemption import Ranking, choose_victims
 from prefill_service.prefix_cache import CACHE, PrefixCache
 from prefill_service.records import BatchRow, PassRecord, PrefillBatch, SchedulerStats, SendSpan
 from prefill_service.request import PrefillRequest, RequestState, sibling_key
 
-__all__ = ["BatchRow", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerStats", "SendSpan"]
+__all__ = ["BatchRow", "Decoding", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerStats", "SendSpan"]
+
+
+class Decoding(Protocol):
+    """What a scheduler must know of the decoding of its requests, on a node that does both."""
+
+    def growth(self, request: PrefillRequest) -> float:
+        """Tokens by which its memory is expected to grow."""
+        ...
+
+    def preempt(self, request: PrefillRequest) -> PrefillTask:
+        """It decodes no further for now. Returns the task that takes it up again, as for `Scheduler.requeue`."""
+        ...
 
 
 class Scheduler:
     """Owns the queues and decides over the pages of `allocator`, which cache and allocator share with nobody else.
 
-    on_pass, if given, gets a record of every pass that had something to decide.
+    on_pass, if given, gets a record of every pass that had something to decide. decoding, if given: requests decode
+    here once they are prefilled, and the in-flight queue is theirs.
     Raises ConfigError when the options contradict each other or do not go with the page size.
     """
 
@@ -51,6 +69,7 @@ class Scheduler:
         page_size: int,
         clock: Clock = monotonic,
         on_pass: Callable[[PassRecord], None] | None = None,
+        decoding: Decoding | None = None,
     ):
         problems = list(config.problems())
         if config.chunk_size is not None and config.chunk_size < page_size:
@@ -66,6 +85,10 @@ class Scheduler:
         self._page_size = page_size
         self._clock = clock
         self._on_pass = on_pass
+        self._decoding = decoding
+        threshold = config.preemption_threshold if config.priority_scheduling else None
+        self._ranking = None if threshold is None else Ranking(threshold, config.low_priority_first)
+        self._costs = CostModel()
         self._order = QueueOrder(
             config.policy if config.prefix_cache else without_cache(config.policy),
             cache,
@@ -73,15 +96,21 @@ class Scheduler:
             priorities=config.priority_scheduling,
             low_priority_first=config.low_priority_first,
             dedup_cached_tokens=config.dedup_cached_tokens,
+            dedup_weighed=config.dedup_weighed,
+            dedup_cost_tokens=config.dedup_cost_tokens,
             match_limit=config.prefix_match_queue_limit,
+            age_credit=config.age_credit,
+            costs=self._costs,
             seed=config.random_seed,
         )
         self._requests: dict[RoomKey, PrefillRequest] = {}  # every one that has not ended
         self._bootstrap: dict[RoomKey, PrefillRequest] = {}
         self._waiting: list[PrefillRequest] = []
         self._in_flight: dict[RoomKey, PrefillRequest] = {}
+        self._passed: dict[RoomKey, int] = {}  # admitted past a blocked head: what they may come to hold, in tokens
         self._continuation: PrefillRequest | None = None
         self._forward: PrefillBatch | None = None
+        self._mixed = 0  # decode rows that share the forward
         self._passes = 0
         self._submitted = 0
         self._computed_tokens = 0
@@ -104,7 +133,8 @@ class Scheduler:
             times=Timeline(self._clock),
             arrival_tokens=self._computed_tokens,
         )
-        request.times.stamp(LifetimeEvent.ARRIVED)
+        target = config.ttft_target if task.ttft_target is None else task.ttft_target
+        request.deadline = request.times.stamp(LifetimeEvent.ARRIVED) - task.waited + target
         self._requests[task.key] = self._bootstrap[task.key] = request
         self._submitted += 1
         return request
@@ -158,26 +188,84 @@ class Scheduler:
             self._release(request)
         return request  # one in a forward, which still writes its pages, goes when that ends
 
+    # ---- requests that decode here ----
+
+    @property
+    def in_flight(self) -> tuple[PrefillRequest, ...]:
+        """Prefilled requests that have not ended, in the order of their last chunks."""
+        return tuple(self._in_flight.values())
+
+    @property
+    def continuation(self) -> PrefillRequest | None:
+        """The prompt that is partly computed, between two forwards."""
+        return self._continuation
+
+    def grow(self, request: PrefillRequest, tokens: int) -> bool:
+        """Give a request in flight the pages of `tokens` tokens, evicting what is missing. False: memory is short."""
+        missing = ceil_div(tokens, self._page_size) - len(request.pages)
+        if missing > self._allocator.available + self._cache.evictable:
+            return False
+        if missing > 0:
+            self._cache.evict(max(0, missing - self._allocator.available))
+            request.pages += self._allocator.allocate(missing, request.key)
+        return True
+
+    def store(self, request: PrefillRequest, token_ids: Sequence[int]) -> None:
+        """Cache the whole pages of a request in flight. token_ids: all whose KV is in its pages."""
+        if self._config.prefix_cache:
+            request.keys = page_keys(token_ids, self._page_size, request.task.extra_key)
+            request.computed = request.end = request.length = len(token_ids)
+            self._store(request)
+
+    def requeue(self, key: RoomKey, task: PrefillTask) -> None:
+        """Let a request in flight, or the continuation, wait again, at the head. What it has computed stays cached.
+
+        task: of the same room. That of one in flight ends with the last token generated, whose KV is not yet computed.
+        """
+        request = self._requests[key]
+        assert self._forward is None
+        assert not request.aborted
+        assert task.key == key
+        if request is self._continuation:
+            self._continuation = None
+        else:
+            del self._in_flight[key]
+            self.store(request, task.token_ids[:-1])
+        self._allocator.free(request.private_pages, key)
+        self._cache.unlock(request.node)
+        request.wait_again(task, task.page_keys if self._config.prefix_cache else ())
+        self._passed.pop(key, None)
+        self._waiting.insert(0, request)
+
     # ---- the pass ----
 
-    def next_batch(self) -> PrefillBatch | None:
-        """Decide about the next forward and allocate its pages. None when nothing can run now."""
+    def next_batch(self, mixed: int = 0, slots: int | None = None) -> PrefillBatch | None:
+        """Decide about the next forward and allocate its pages. None when nothing can run now.
+
+        mixed: decode rows that share the forward. slots: requests that may be admitted; None: no limit. Either may
+        change what is in flight, since requests may be preempted.
+        """
         assert self._forward is None, "complete_forward or abandon_forward comes first"
         if not self._waiting and self._continuation is None:
             return None
         self._passes += 1
+        self._mixed = mixed
         lengths = len(self._bootstrap), len(self._waiting), len(self._in_flight)
         in_effect = self._order.sort(
-            self._waiting, processed_tokens=self._computed_tokens, running_keys=self._routing_keys()
+            self._waiting,
+            processed_tokens=self._computed_tokens,
+            running_keys=self._routing_keys(),
+            continuation=self._continuation,
         )
         self._touch_waiting()
-        attempts = self._admit(in_effect)
+        continues = self._continuation is not None
+        attempts = self._admit(in_effect, mixed, slots)
         rows = self._build(attempts)
         if self._on_pass is not None:
             found = sum(row.start for row in rows if row.admitted)
             record = PassRecord(
                 self._passes, self._clock(), self._config.policy, in_effect, *lengths,
-                sum(row.end - row.start for row in rows), found, tuple(attempts),
+                sum(row.end - row.start for row in rows), found, tuple(attempts), continues,
             )  # fmt: skip
             self._on_pass(record)
         if not rows:
@@ -185,20 +273,22 @@ class Scheduler:
         self._forward = PrefillBatch(rows)
         return self._forward
 
-    def complete_forward(self, batch: PrefillBatch) -> list[SendSpan]:
+    def complete_forward(self, batch: PrefillBatch, seconds: float | None = None) -> list[SendSpan]:
         """The forward of `batch` is done: cache its whole pages and name those that may be sent now.
 
         There is a span for each row that was not aborted, even when it names no page. Finished requests move to the
-        in-flight queue.
+        in-flight queue. seconds: how long the forward took, if that is known.
         """
         assert batch is self._forward
+        if seconds is not None:
+            self._costs.observe(batch.tokens + self._mixed, batch.pairs, seconds)
         self._forward = None
         spans = []
         for row in batch.rows:
             request = row.request
             request.computed = row.end
             request.chunks += 1
-            request.times.stamp(LifetimeEvent.CHUNK_DONE)
+            request.times.chunk_done(row.end, row.end - row.start)
             self._computed_tokens += row.end - row.start
             self._store(request)
             if not request.aborted:
@@ -218,34 +308,78 @@ class Scheduler:
             self._settle(row.request)
         return [row.request for row in batch.rows]
 
-    def _admit(self, policy: Policy) -> list[Attempt]:
-        config = self._config
+    def _admit(self, policy: Policy, mixed: int, slots: int | None) -> list[Attempt]:
+        config, decoding, chunk = self._config, self._decoding, self._chunk(mixed)
         adder = Adder(
             self._cache,
             self._allocator,
             self._page_size,
             max_prefill_tokens=config.max_prefill_tokens,
-            chunk_size=config.chunk_size,
+            chunk_size=chunk,
             max_requests=config.max_batch_requests,
+            decodes=decoding is not None,
+            mixed=mixed,
+            growth=sum(decoding.growth(request) for request in self._in_flight.values()) if decoding else 0.0,
         )
-        attempts = []
-        verdict = Verdict.CONTINUE
-        if self._continuation is not None:
-            attempts.append(adder.proceed(self._continuation, self._continuation_limit(policy)))
-            verdict = attempts[-1].verdict
-        for request in self._waiting:
-            if verdict is not Verdict.CONTINUE:
-                break
-            attempts.append(adder.admit(request))
-            verdict = attempts[-1].verdict
+        admission = Admission(
+            adder,
+            self._allocator.num_pages * self._page_size,
+            lookahead=config.lookahead,
+            passed=self._passed,
+            slots=slots,
+            make_way=lambda request, short: self._make_way(adder, request, short),
+        )
+        waiting = self._order.admissible(self._waiting)
+        limit = None if chunk is None else self._continuation_limit(policy, waiting, chunk - mixed)
+        admission.run(self._continuation, limit, waiting)
         self._continuation = adder.continuation
-        return attempts
+        return admission.attempts
 
-    def _continuation_limit(self, policy: Policy) -> int | None:
-        chunk = self._config.chunk_size
-        if policy is not Policy.SHORTEST or self._continuation is None or chunk is None:
+    def _chunk(self, mixed: int) -> int | None:
+        """Tokens of this forward: as many as take the time it may take, after the history of whoever goes first."""
+        config, page_size = self._config, self._page_size
+        first = self._continuation or next(iter(self._waiting), None)
+        if config.forward_target is None or config.chunk_size is None or not self._costs.measured or first is None:
+            return config.chunk_size
+        history = first.computed or first.matched
+        chunk = self._costs.chunk_for(config.forward_target, history, page_size, config.chunk_size)
+        return min(config.chunk_size, max(chunk, page_size + mixed))
+
+    def _continuation_limit(self, policy: Policy, waiting: Sequence[PrefillRequest], budget: int) -> int | None:
+        """So that the head of the queue fits beside it: the shorter ones, or those of much higher priority."""
+        continuation = self._continuation
+        if continuation is None:
             return None
-        return shortest_first_limit(self._waiting, self._continuation.uncached, chunk, self._page_size)
+        if policy is Policy.SHORTEST:
+            return shortest_first_limit(waiting, continuation.uncached, budget, self._page_size)
+        if self._ranking is None:
+            return None
+        return self._ranking.reserved(waiting, continuation, budget, self._page_size)
+
+    def _make_way(self, adder: Adder, newcomer: PrefillRequest, short: float | None) -> bool:
+        """Preempt for a request of much higher priority. Only where requests decode: pages that are being sent stay."""
+        if self._ranking is None or self._decoding is None:
+            return False
+        node = newcomer.reusable(self._page_size)
+        self._cache.lock(node)  # what it shares with a victim stays protected by it, and so is no gain
+        victims = choose_victims(
+            newcomer,
+            [request for request in self._in_flight.values() if not request.aborted],
+            self._ranking,
+            1 if short is None else short,
+            self._gain if short is not None else lambda request: 1,
+        )
+        self._cache.unlock(node)
+        for victim in victims:
+            adder.give_back(self._decoding.growth(victim))
+            self.requeue(victim.key, self._decoding.preempt(victim))
+        return bool(victims)
+
+    def _gain(self, request: PrefillRequest) -> float:
+        """Tokens of memory that a decoding request gives back when it waits again."""
+        assert self._decoding is not None
+        pages = len(request.private_pages) + self._cache.exclusive(request.node)
+        return self._decoding.growth(request) + pages * self._page_size
 
     def _build(self, attempts: Iterable[Attempt]) -> tuple[BatchRow, ...]:
         """Allocate the pages of what was admitted, evicting what is missing, which its accounts have made sure of."""
@@ -268,7 +402,6 @@ class Scheduler:
             start, is_last = request.computed, request.end == request.length
             admitted = request.chunks == 0
             rows.append(BatchRow(request, start, request.end, is_last, tuple(request.pages), admitted))
-        # Queues are emptied from the head, save for the refused one, so what is left keeps its order.
         self._waiting = [request for request in self._waiting if request.state is RequestState.WAITING]
         return tuple(rows)
 
@@ -322,6 +455,7 @@ class Scheduler:
         self._allocator.free(request.private_pages, request.key)
         self._cache.unlock(request.node)
         request.pages = []
+        self._passed.pop(request.key, None)
         self._end(request)
 
     def _end(self, request: PrefillRequest) -> None:
@@ -337,6 +471,11 @@ class Scheduler:
         if not 1 <= length <= most:
             limit = f"1 to {most} tokens, the room on this node"
             raise InvalidField("token_ids", length, limit)
+        if self._decoding is not None:
+            left, pages = task.stopping.max_new_tokens - task.first_index, self._allocator.num_pages
+            refusal = never_fits_unified(length, left, pages, self._page_size, resumed=task.first_index > 0)
+            if refusal is not None:
+                raise refusal
         if len(task.page_keys) != length // self._page_size:
             limit = f"one for each whole page of {self._page_size} tokens: {length // self._page_size}"
             raise InvalidField("page_keys", len(task.page_keys), limit)

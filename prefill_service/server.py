@@ -9,6 +9,7 @@ from engine.core.metrics import Metrics
 from engine.core.types import NodeIdentity, Role
 from engine.device.setup import set_up_device
 from prefill_service.config import PrefillConfig
+from prefill_service.journal import PassLog
 from prefill_service.loop import PrefillEngine
 from rpc.node import serve_node
 from transfer.agent import TransferAgent
@@ -20,9 +21,11 @@ def main(config: PrefillConfig) -> int:
     """Serve until told to leave. Raises ConfigError when the node cannot start."""
 
     def build(identity: NodeIdentity, metrics: Metrics, stack: ExitStack) -> tuple[PrefillEngine, Registration]:
+        path = config.scheduler.log_passes
+        pass_log = None if path is None else stack.enter_context(closing(PassLog(path, identity.node_id)))
         device = set_up_device(config.node)
         agent = stack.enter_context(closing(TransferAgent(identity, device.memory)))
-        return PrefillEngine(device, config, agent, metrics), Registration(
+        return PrefillEngine(device, config, agent, metrics, pass_log=pass_log), Registration(
             identity=identity,
             role=Role.PREFILL,
             model=device.model.name,

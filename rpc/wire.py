@@ -24,8 +24,9 @@ from engine.core.types import (
 )
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import types_pb2 as tp
+from rpc.journal_wire import record_from_wire, record_to_wire
 
-ROLES = {Role.PREFILL: tp.ROLE_PREFILL, Role.DECODE: tp.ROLE_DECODE}
+ROLES = {Role.PREFILL: tp.ROLE_PREFILL, Role.DECODE: tp.ROLE_DECODE, Role.UNIFIED: tp.ROLE_UNIFIED}
 _ROLES_BACK = {value: role for role, value in ROLES.items()}
 FINISH = {
     None: tp.FINISH_REASON_UNSPECIFIED,
@@ -57,7 +58,7 @@ def room_from_wire(message: pb.Room) -> RoomKey:
 def role_from_wire(value: int) -> Role:
     role = _ROLES_BACK.get(value)  # type: ignore[call-overload]  # enum values are ints at run time
     if role is None:
-        raise InvalidField("role", value, "prefill or decode")
+        raise InvalidField("role", value, "prefill, decode or unified")
     return role  # type: ignore[no-any-return]
 
 
@@ -163,6 +164,8 @@ def _submit_to_wire(task: PrefillTask) -> pb.Submit:
         priority=task.priority,
         routing_key=task.routing_key,
         extra_key=task.extra_key,
+        ttft_target_seconds=task.ttft_target,
+        waited_seconds=task.waited,
     )
 
 
@@ -179,6 +182,8 @@ def _submit_from_wire(message: pb.Submit) -> m.Submit:
             priority=message.priority if message.HasField("priority") else None,
             routing_key=message.routing_key,
             extra_key=message.extra_key,
+            ttft_target=message.ttft_target_seconds if message.HasField("ttft_target_seconds") else None,
+            waited=message.waited_seconds,
         )
     )
 
@@ -252,6 +257,8 @@ def command_to_wire(command: m.Command) -> pb.NodeCommand:
             return pb.NodeCommand(drain=pb.DrainNode(deadline_seconds=deadline_s))
         case m.Inspect(inspection_id):
             return pb.NodeCommand(inspect=inspection_id)
+        case m.Explain(inspection_id, request_id):
+            return pb.NodeCommand(explain=pb.Explain(inspection_id=inspection_id, request_id=request_id))
 
 
 def command_from_wire(message: pb.NodeCommand) -> m.Command | None:
@@ -276,6 +283,8 @@ def command_from_wire(message: pb.NodeCommand) -> m.Command | None:
             return m.Drain(message.drain.deadline_seconds)
         case "inspect":
             return m.Inspect(message.inspect)
+        case "explain":
+            return m.Explain(message.explain.inspection_id, message.explain.request_id)
         case _:
             return None
 
@@ -301,6 +310,9 @@ def report_to_wire(report: m.Report) -> pb.NodeReport:
         case m.Inspection(inspection_id, stats, problems):
             inspection = pb.Inspection(inspection_id=inspection_id, stats=stats_to_wire(stats), problems=problems)
             return pb.NodeReport(inspection=inspection)
+        case m.Explanation(inspection_id, rooms):
+            told = pb.Explanation(inspection_id=inspection_id, rooms=map(record_to_wire, rooms))
+            return pb.NodeReport(explanation=told)
         case m.Drained():
             return pb.NodeReport(drained=True)
 
@@ -327,6 +339,9 @@ def report_from_wire(message: pb.NodeReport) -> m.Report | None:
         case "inspection":
             found = message.inspection
             return m.Inspection(found.inspection_id, stats_from_wire(found.stats), tuple(found.problems))
+        case "explanation":
+            told = message.explanation
+            return m.Explanation(told.inspection_id, tuple(map(record_from_wire, told.rooms)))
         case "drained":
             return m.Drained()
         case _:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -17,16 +17,17 @@ from bootstrap.broadcast import Broadcast, wait_for
 from bootstrap.front import FrontDoor
 from bootstrap.registry import Node
 from engine.core.clock import Clock
-from engine.core.errors import InvalidField
-from engine.core.messages import Inspect, Inspection
+from engine.core.errors import InvalidField, NotFound
+from engine.core.messages import Command, Explain, Explanation, Inspect, Inspection
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc as pb_grpc
 
 __all__ = ["AdminServicer"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Answer = Inspection | Explanation
 
-INSPECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 MIN_INTERVAL_S, MAX_INTERVAL_S, DEFAULT_INTERVAL_S = 0.1, 60.0, 1.0
 
 
@@ -38,11 +39,16 @@ class AdminServicer(pb_grpc.AdminServicer):
         self._changes = changes
         self._clock = clock
         self._inspections = itertools.count(1)
-        self._awaited: dict[int, asyncio.Future[Inspection]] = {}
-        front.inspected = self._inspected
+        self._awaited: dict[int, asyncio.Future[Answer]] = {}
+        front.answered = self._answered
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
-        return self._nodes(await self._inspect() if request.inspect else {})
+        """With inspect, every node counts and checks its books first."""
+        answers = await self._ask(Inspect) if request.inspect else {}
+        silent = (f"did not answer an inspection within {ANSWER_TIMEOUT_S:g} s",)
+        return self._nodes(
+            {node: one.problems if isinstance(one, Inspection) else silent for node, one in answers.items()}
+        )
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
         now = self._clock()
@@ -66,6 +72,18 @@ class AdminServicer(pb_grpc.AdminServicer):
             yield self._nodes({})
             await wait_for(news, interval)
 
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        request_id = request.request_id
+        answers = await self._ask(lambda inspection_id: Explain(inspection_id, request_id))
+        told = {node: one.rooms for node, one in answers.items() if isinstance(one, Explanation) and one.rooms}
+        silent = [node.node_id for node, one in answers.items() if one is None]
+        if not told:
+            unasked = f"; {', '.join(silent)} did not answer within {ANSWER_TIMEOUT_S:g} s" if silent else ""
+            raise NotFound(f"no node knows of a request {request_id[:128]!r}{unasked}", request_id=request_id[:128])
+        return pb.ExplainResponse(
+            nodes=[wire.explained_to_wire(node, rooms) for node, rooms in told.items()], silent=silent
+        )
+
     def _nodes(self, problems: Mapping[Node, tuple[str, ...]]) -> pb.ListNodesResponse:
         now = self._clock()
         nodes = self._front.registry.nodes()
@@ -75,19 +93,18 @@ class AdminServicer(pb_grpc.AdminServicer):
             live_requests=len(self._front.requests),
         )
 
-    async def _inspect(self) -> dict[Node, tuple[str, ...]]:
-        """Have every node count and check its books; what each found, or that it did not answer in time."""
-        asked: dict[Node, asyncio.Future[Inspection]] = {}
+    async def _ask(self, question: Callable[[int], Command]) -> dict[Node, Answer | None]:
+        """Ask every node; what each answered, None for those that did not in time. question: of an inspection id."""
+        asked: dict[Node, asyncio.Future[Answer]] = {}
         for node, inspection_id in zip(self._front.registry.nodes(), self._inspections, strict=False):
             asked[node] = self._awaited[inspection_id] = asyncio.get_running_loop().create_future()
-            node.link.send(Inspect(inspection_id))
+            node.link.send(question(inspection_id))
         if asked:
-            await asyncio.wait(asked.values(), timeout=INSPECT_TIMEOUT_S)
+            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
         self._awaited = {key: answer for key, answer in self._awaited.items() if answer not in asked.values()}
-        silent = (f"did not answer an inspection within {INSPECT_TIMEOUT_S:g} s",)
-        return {node: answer.result().problems if answer.done() else silent for node, answer in asked.items()}
+        return {node: answer.result() if answer.done() else None for node, answer in asked.items()}
 
-    def _inspected(self, inspection: Inspection) -> None:
-        answer = self._awaited.get(inspection.inspection_id)
-        if answer is not None and not answer.done():
-            answer.set_result(inspection)
+    def _answered(self, answer: Answer) -> None:
+        awaited = self._awaited.get(answer.inspection_id)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer)

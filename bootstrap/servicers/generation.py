@@ -75,6 +75,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         return pb.GetClusterResponse(
             prefill_nodes=len(registry.serving(Role.PREFILL)),
             decode_nodes=len(registry.serving(Role.DECODE)),
+            unified_nodes=len(registry.serving(Role.UNIFIED)),
             live_requests=len(self._front.requests),
             queued_requests=len(self._front.attempts.queue),
             serving=self._front.ready,
@@ -116,6 +117,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             )
         sampling = wire.sampling_from_wire(message.sampling)
         options = wire.options_from_wire(message)
+        ttft_target = wire.ttft_target_from_wire(message)
         token_ids = await self._prompt(message)
         # Again, as a node that attached meanwhile may have made the context smaller.
         check_prompt_tokens(len(token_ids), self._max_context() - 1)
@@ -137,6 +139,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             priority=message.priority if message.HasField("priority") else None,
             routing_key=message.routing_key,
             cache_salt=message.cache_salt,
+            ttft_target=ttft_target,
             deadline=None if seconds_left is None else arrived + seconds_left,
         )
         return ask, options

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from engine.core.clock import Clock, monotonic
 
-__all__ = ["LifetimeEvent", "Timeline"]
+__all__ = ["Chunk", "LifetimeEvent", "Timeline"]
+
+CHUNKS_KEPT = 128  # a request; of longer prompts the first ones and the last
 
 
-class LifetimeEvent(enum.Enum):
+class LifetimeEvent(enum.StrEnum):
     """In their usual order. Each process stamps the events it sees, on its own clock."""
 
     ARRIVED = "arrived"  # at this process
@@ -20,17 +23,28 @@ class LifetimeEvent(enum.Enum):
     LAST_WRITE = "last_write"  # every write of the request is terminal
     COMPLETE = "complete"  # every page arrived
     FIRST_STEP = "first_step"  # the first decode step began
+    ENDED = "ended"  # this process has forgotten it
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt that one forward computed."""
+
+    end: int  # tokens of the prompt whose KV is known since
+    tokens: int  # of these, computed in that forward
+    time: float  # when it returned, in seconds
 
 
 class Timeline:
-    """First and last time of each event of one request, in seconds of `clock`."""
+    """First and last time of each event of one request, and of each chunk, in seconds of `clock`."""
 
-    __slots__ = ("_clock", "_first", "_last")
+    __slots__ = ("_clock", "_first", "_last", "chunks")
 
     def __init__(self, clock: Clock = monotonic):
         self._clock = clock
         self._first: dict[LifetimeEvent, float] = {}
         self._last: dict[LifetimeEvent, float] = {}
+        self.chunks: list[Chunk] = []
 
     def stamp(self, event: LifetimeEvent) -> float:
         """Note that `event` happens now; returns now."""
@@ -38,6 +52,12 @@ class Timeline:
         self._first.setdefault(event, now)
         self._last[event] = now
         return now
+
+    def chunk_done(self, end: int, tokens: int) -> None:
+        """Note that the forward of a chunk of `tokens` tokens, up to token `end`, has returned now."""
+        if len(self.chunks) == CHUNKS_KEPT:
+            self.chunks.pop()
+        self.chunks.append(Chunk(end, tokens, self.stamp(LifetimeEvent.CHUNK_DONE)))
 
     def first(self, event: LifetimeEvent) -> float | None:
         return self._first.get(event)

@@ -23,8 +23,11 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from engine.core.clock import Clock, monotonic
+from engine.core.journal import RoomJournal
 from engine.core.messages import (
     Command,
+    Explain,
+    Explanation,
     Inspect,
     Inspection,
     LinkEvent,
@@ -79,9 +82,17 @@ def room_of(item: object) -> RoomKey | None:
 class EngineLoop(abc.ABC, Generic[Event]):
     """Base of the prefill and the decode engine. `Event` is what its own helper threads post."""
 
-    def __init__(self, name: str, metrics: Metrics, stall_timeout_s: float, clock: Clock = monotonic):
+    def __init__(
+        self,
+        name: str,
+        metrics: Metrics,
+        stall_timeout_s: float,
+        clock: Clock = monotonic,
+        journal: RoomJournal | None = None,
+    ):
         self.clock = clock
         self.metrics = metrics
+        self.journal = RoomJournal(clock) if journal is None else journal
         self._stall_timeout_s = stall_timeout_s
         self._peers: dict[NodeIdentity, set[Link]] = {}  # who says that they are there
         self.links: set[Link] = set()
@@ -252,5 +263,8 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 problems = self.integrity_problems()
                 self._stats = self.collect_stats()
                 link.report(Inspection(inspection_id, self.stats(), problems))
+            case Explain(inspection_id, request_id):
+                assert link is not None
+                link.report(Explanation(inspection_id, self.journal.explain(request_id)))
             case _:
                 self.handle(link, item)

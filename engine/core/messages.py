@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.journal import RoomRecord
 from engine.core.types import (
     PROTOCOL_VERSION,
     NodeIdentity,
@@ -83,6 +84,14 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Explain:
+    """Answer with `Explanation`: what is known of a request, live or ended."""
+
+    inspection_id: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinkUp:
     """From the session itself: a bootstrap took this node in. Tell it what the node holds."""
 
@@ -92,7 +101,7 @@ class LinkLost:
     """From the session itself: the bootstrap behind this link is gone, and so is everything it carried."""
 
 
-Command = Submit | Reserve | Granted | Abort | PeerJoined | PeerLeft | WriterQuiesced | Drain | Inspect
+Command = Submit | Reserve | Granted | Abort | PeerJoined | PeerLeft | WriterQuiesced | Drain | Inspect | Explain
 LinkEvent = LinkUp | LinkLost
 
 # ---- node to bootstrap ----
@@ -194,11 +203,17 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    inspection_id: int
+    rooms: tuple[RoomRecord, ...]  # oldest first
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Nothing is left on this node."""
 
 
-Report = Heartbeat | Grant | RoomFailed | RoomQuiesced | RoomFenced | CacheDelta | Inspection | Drained
+Report = Heartbeat | Grant | RoomFailed | RoomQuiesced | RoomFenced | CacheDelta | Inspection | Explanation | Drained
 
 # ---- output, one StepOutput an engine step ----
 

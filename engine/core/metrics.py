@@ -67,7 +67,7 @@ class FrontDoorMetric(Metric):
         "Requests ended, by reason or status",
         ("outcome",),
     )
-    QUEUED = ("kvrelay_queued_requests", "gauge", "Requests waiting for a decode node")
+    QUEUED = ("kvrelay_queued_requests", "gauge", "Requests waiting for a decode node, or on a unified node")
     LIVE = ("kvrelay_live_requests", "gauge", "Requests arrived and not ended")
     TTFT = ("kvrelay_time_to_first_token_seconds", "histogram", "Arrival to token 0")
     TPOT = ("kvrelay_time_per_output_token_seconds", "histogram", "Mean time between a request's tokens", (), _TOKEN)
@@ -137,7 +137,7 @@ _REQUESTS = ("ungranted", "waiting", "running", "transferring")
 _GAUGES = {
     "pages_total": "Pages of the pool",
     "queued_tokens": "Uncached prompt tokens not yet computed",
-    "tokens_per_second": "Measured rate: computed prompt tokens of a prefill node, output tokens of a decode node",
+    "tokens_per_second": "Measured rate: output tokens of a decode node, computed prompt tokens of any other",
     "head_room": "Tokens that decode admission would still accept",
     "retractable": "Tokens that retracting every running request would give back",
     "serving": "1 while the node takes requests",

@@ -9,7 +9,14 @@ from __future__ import annotations
 from engine.core.errors import InvalidField
 from engine.core.types import ceil_div
 
-__all__ = ["CLIP_NEW_TOKENS", "decode_room", "longest_prompt", "never_fits", "required_room"]
+__all__ = [
+    "CLIP_NEW_TOKENS",
+    "decode_room",
+    "longest_prompt",
+    "never_fits",
+    "never_fits_unified",
+    "required_room",
+]
 
 CLIP_NEW_TOKENS = 4096  # admission counts no more than this of a request's future tokens
 
@@ -64,4 +71,22 @@ def never_fits(
     if prompt_tokens > most:
         return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a decode node")
     limit = f"at most {capacity - prompt_tokens} after {prompt_tokens} prompt tokens, the room on a decode node"
+    return InvalidField("stopping.max_new_tokens", max_new_tokens, limit)
+
+
+def never_fits_unified(
+    prompt_tokens: int, max_new_tokens: int, num_pages: int, page_size: int, *, resumed: bool = False
+) -> InvalidField | None:
+    """Why a unified node would never admit a request, or None when an idle one would.
+
+    Its prefill admission counts the answer too: prompt + min(answer, 4096) + page_size must be less than the pool. Of
+    a request that has generated tokens before, only the next one counts, as what fitted when it arrived must go on.
+    """
+    most = longest_prompt(num_pages, page_size)
+    if prompt_tokens > most:
+        return InvalidField("prompt tokens", prompt_tokens, f"at most {most}, the room on a unified node")
+    most = most + 1 - prompt_tokens
+    if resumed or min(max_new_tokens, CLIP_NEW_TOKENS) <= most:
+        return None
+    limit = f"at most {most} after {prompt_tokens} prompt tokens, the room on a unified node"
     return InvalidField("stopping.max_new_tokens", max_new_tokens, limit)

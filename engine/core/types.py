@@ -35,6 +35,12 @@ def ceil_div(a: int, b: int) -> int:
 class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+    UNIFIED = "unified"  # reads prompts and writes answers
+
+    @property
+    def pools(self) -> tuple[Role, ...]:
+        """All roles of a cluster that has a node of this one: where prompts go first, where answers come from last."""
+        return (Role.UNIFIED,) if self is Role.UNIFIED else (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,8 @@ class PrefillTask:
     priority: int | None = None  # larger runs first unless configured otherwise; None after all others
     routing_key: str = ""
     extra_key: str = ""  # separates caches: salt and adapter; already folded into page_keys
+    ttft_target: float | None = None  # seconds from arrival at the front door to token 0; None: the node's own target
+    waited: float = 0.0  # seconds since then when this was sent, earlier attempts included
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bootstrap.server import SERVICES
+from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
     CacheDelta,
     Drain,
     Drained,
+    Explain,
+    Explanation,
     Inspect,
     Inspection,
     NodeStats,
@@ -27,10 +30,10 @@ from engine.core.messages import (
 )
 from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason
-from engine.core.types import Role
+from engine.core.types import Role, RoomKey
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import bootstrap_pb2_grpc, types_pb2
-from kvrelay.v1.admin_pb2 import DrainRequest, ListNodesRequest, ListRequestsRequest, WatchRequest
+from kvrelay.v1.admin_pb2 import DrainRequest, ExplainRequest, ListNodesRequest, ListRequestsRequest, WatchRequest
 from kvrelay.v1.generation_pb2 import GetClusterRequest
 from rpc.errors import from_rpc_error
 from rpc.session import NODE_METADATA
@@ -214,10 +217,64 @@ async def test_inspection_asks_the_nodes_themselves(cluster: FrontCluster) -> No
 async def test_a_node_that_does_not_answer_an_inspection_is_a_problem(
     cluster: FrontCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootstrap.servicers.admin.INSPECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("bootstrap.servicers.admin.ANSWER_TIMEOUT_S", 0.2)
     await cluster.pair()
     listing = await cluster.admin.ListNodes(ListNodesRequest(inspect=True))
     assert all("did not answer" in node.problems[0] for node in listing.nodes)
+
+
+async def answer_explain(node: StubNode, *rooms: RoomRecord) -> None:
+    asked = await node.expect(Explain)
+    assert asked.request_id == "mine"
+    await node.report(Explanation(asked.inspection_id, rooms))
+
+
+def record(outcome: str) -> RoomRecord:
+    return RoomRecord(RoomKey(7, 0), 12, 1e9, 2.0, outcome, (), (), (), 3, 0)
+
+
+async def test_a_request_is_explained_by_the_nodes_that_know_it(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    other = await cluster.join(Role.PREFILL, "prefill-2")
+    explained, _, _, _ = await asyncio.gather(
+        cluster.admin.Explain(ExplainRequest(request_id="mine")),
+        answer_explain(prefill, record("no luck"), record("finished")),
+        answer_explain(decode, record("finished")),
+        answer_explain(other),
+    )
+    assert {node.node_id: [room.outcome for room in node.rooms] for node in explained.nodes} == {
+        "prefill": ["no luck", "finished"],
+        "decode": ["finished"],
+    }
+    assert explained.nodes[0].role == types_pb2.ROLE_PREFILL
+    assert explained.nodes[0].rooms[0].not_reached == 3
+    assert not explained.silent
+
+
+async def test_a_request_that_no_node_knows(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    asked = cluster.admin.Explain(ExplainRequest(request_id="mine"))
+    await asyncio.gather(answer_explain(prefill), answer_explain(decode))
+    with pytest.raises(grpc.RpcError) as refused:
+        await asked
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    assert str(from_rpc_error(refused.value)) == "no node knows of a request 'mine'"
+
+
+async def test_nodes_that_explain_nothing_in_time_are_named(
+    cluster: FrontCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootstrap.servicers.admin.ANSWER_TIMEOUT_S", 0.2)
+    prefill, _ = await cluster.pair()
+    with pytest.raises(grpc.RpcError) as refused:
+        await cluster.admin.Explain(ExplainRequest(request_id="mine"))
+    assert "prefill, decode did not answer within 0.2 s" in str(from_rpc_error(refused.value))
+    await prefill.expect(Explain)
+    explained, _ = await asyncio.gather(
+        cluster.admin.Explain(ExplainRequest(request_id="mine")), answer_explain(prefill, record("finished"))
+    )
+    assert [node.node_id for node in explained.nodes] == ["prefill"]
+    assert list(explained.silent) == ["decode"]
 
 
 async def test_live_requests_are_listed_with_their_state(cluster: FrontCluster) -> None:

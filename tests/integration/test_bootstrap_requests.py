@@ -262,7 +262,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
     async with asyncio.timeout(10):
         await channel.channel_ready()
-    nodes = [StubNode(channel, registration(role), SERVING, 0.2) for role in Role]
+    nodes = [StubNode(channel, registration(role), SERVING, 0.2) for role in Role.PREFILL.pools]
     for node in nodes:
         await node.attach()
     stub: Any = GenerationStub(channel)

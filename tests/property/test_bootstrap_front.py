@@ -15,6 +15,7 @@ from bootstrap.requests import LiveRequest
 from engine.core.errors import InvalidField, Unavailable
 from engine.core.messages import (
     Abort,
+    AdmitReport,
     Command,
     Granted,
     PeerJoined,
@@ -44,7 +45,7 @@ class Player:
     writing: dict[RoomKey, None] = field(default_factory=dict)  # prefill: granted, and writes may be in progress
     to_answer: set[RoomKey] = field(default_factory=set)  # prefill: aborted, to be answered when quiet
     writers: dict[RoomKey, NodeIdentity] = field(default_factory=dict)  # decode
-    made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted; next index
+    made: dict[RoomKey, int] = field(default_factory=dict)  # decode: granted, unified: admitted; next index
     quiet: set[RoomKey] = field(default_factory=set)  # decode: the writer is done
     fenced: set[RoomKey] = field(default_factory=set)  # decode: ended, the writer may still write
 
@@ -53,7 +54,7 @@ class Player:
 
     def end(self, key: RoomKey) -> None:
         """An attempt is over. On a decode node, pages that were granted and may still be written to are fenced."""
-        if key in self.made and key not in self.quiet:
+        if self.role is Role.DECODE and key in self.made and key not in self.quiet:
             self.fenced.add(key)
         self.first_index.pop(key, None)
         self.made.pop(key, None)
@@ -66,13 +67,17 @@ class FrontDoorMachine(RuleBasedStateMachine):
         self.players: dict[NodeIdentity, Player] = {}
         self.requests: dict[LiveRequest, list[int]] = {}
         self.counter = 0
+        self.roles: tuple[Role, ...] = ()
 
     # ---- events ----
 
-    @initialize(requests=st.integers(0, 3), data=st.data())
-    def begin(self, requests: int, data: st.DataObject) -> None:
+    @initialize(
+        roles=st.sampled_from([Role.PREFILL.pools, Role.UNIFIED.pools]), requests=st.integers(0, 3), data=st.data()
+    )
+    def begin(self, roles: tuple[Role, ...], requests: int, data: st.DataObject) -> None:
         """Something to break."""
-        for role in Role:
+        self.roles = roles
+        for role in roles:
             for number in (1, 2):
                 self.join(role, number, 100)
         for _ in range(requests):
@@ -91,11 +96,11 @@ class FrontDoorMachine(RuleBasedStateMachine):
         self.players[identity] = player = Player(identity, role)
         self._attach(player, pages)
 
-    @precondition(lambda self: len(self.players) < 4)
+    @precondition(lambda self: len(self.players) < 2 * len(self.roles))
     @rule(data=st.data(), pages=st.sampled_from([4, 100]))
     def start_process(self, data: st.DataObject, pages: int) -> None:
         names = {player.node_id for player in self.players}
-        free = [(role, number) for role in Role for number in (1, 2) if f"{role}-{number}" not in names]
+        free = [(role, number) for role in self.roles for number in (1, 2) if f"{role}-{number}" not in names]
         self.join(*data.draw(st.sampled_from(free)), pages)
 
     @precondition(lambda self: self.players)
@@ -156,6 +161,24 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 player.first_index.pop(key)
             self.house.output(_node(player), token(key, index, FinishReason.LENGTH if last else None))
 
+    @rule(data=st.data())
+    def unified_step(self, data: st.DataObject) -> None:
+        """A request is admitted, or its next token is made."""
+        choices = [(p, key) for p in self._of(Role.UNIFIED) for key in p.first_index]
+        if not choices:
+            return
+        player, key = data.draw(st.sampled_from(choices))
+        if key not in player.made:
+            player.made[key] = player.first_index[key]
+            self.house.output(_node(player), admitted=(AdmitReport(key, 0),))
+            return
+        index = player.made[key]
+        player.made[key] += 1
+        last = index == LENGTH - 1
+        if last:
+            player.end(key)
+        self.house.output(_node(player), token(key, index, FinishReason.LENGTH if last else None))
+
     @rule(data=st.data(), retracted=st.booleans())
     def room_failed(self, data: st.DataObject, retracted: bool) -> None:
         choices = [(p, key) for p in self.players.values() for key in p.first_index]
@@ -207,8 +230,9 @@ class FrontDoorMachine(RuleBasedStateMachine):
                 self._attach(player)
         for request in self.requests:
             front.stop(request, FinishReason.ABORT, "gone")
-        for player in (*self._of(Role.DECODE), *self._of(Role.PREFILL)):
+        for player in (*self._of(Role.DECODE), *self._of(Role.PREFILL), *self._of(Role.UNIFIED)):
             self._read_commands(player)
+            assert player.role is not Role.UNIFIED or not player.first_index, "a room nobody ended"
         for player in self._of(Role.PREFILL):
             for key in tuple(player.writing):
                 self._falls_silent(player, key)

@@ -44,6 +44,7 @@ CONFIGS = st.builds(
     eviction=st.sampled_from(Eviction),
     dedup_shared_tokens=st.sampled_from([-1, 4, 6]),
     prefix_match_queue_limit=st.sampled_from([None, 2]),
+    lookahead=st.sampled_from([0, 0, 1, 4]),
 )
 
 

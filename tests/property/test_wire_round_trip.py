@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from engine.core import messages as m
 from engine.core.errors import InvalidField, InvalidRequest
+from engine.core.journal import Accounts, Considered, EventTime, RoomRecord
+from engine.core.lifetime import Chunk
 from engine.core.page_keys import KEY_BYTES
 from engine.core.sampling import SamplingParams
 from engine.core.types import (
@@ -53,6 +55,13 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Grant, "head_room"): INT64,
     (m.Inspect, "inspection_id"): UINT64,
     (m.Inspection, "inspection_id"): UINT64,
+    (m.Explain, "inspection_id"): UINT64,
+    (m.Explanation, "inspection_id"): UINT64,
+    (Considered, "need"): INT64,
+    **{(Considered, name): UINT64 for name in ("first_number", "number")},
+    **{(RoomRecord, name): UINT64 for name in ("not_reached", "left_out")},
+    **{(Accounts, name): INT64 for name in ("rem_input", "current")},
+    (Accounts, "rem_chunk"): st.none() | INT64,
     (m.RelayReport, "bytes"): UINT64,
     (PrefillTask, "priority"): PRIORITY,
     (Reservation, "priority"): PRIORITY,
@@ -156,7 +165,7 @@ def test_a_command_with_nothing_in_it(field: Any) -> None:
     else:
         getattr(message, field.name).SetInParent()
     if field.name == "peer_joined":
-        with pytest.raises(InvalidField, match="role is 0; allowed: prefill or decode"):
+        with pytest.raises(InvalidField, match="role is 0; allowed: prefill, decode or unified"):
             wire.command_from_wire(message)
     else:
         command = wire.command_from_wire(message)
@@ -181,7 +190,7 @@ def test_page_keys_of_a_wrong_length(length: int) -> None:
         wire.command_from_wire(pb.NodeCommand(submit=pb.Submit(page_keys=bytes(length))))
 
 
-@pytest.mark.parametrize("role", [0, 3, 17])
+@pytest.mark.parametrize("role", [0, 4, 17])
 def test_unknown_role(role: int) -> None:
     identity = pb.Identity(node_id="n", incarnation="1")
     with pytest.raises(InvalidField, match=f"role is {role}"):
@@ -194,6 +203,10 @@ def test_every_field_of_a_value_has_one_in_the_message() -> None:
         (m.NodeStats, tp.NodeStats),
         (PageLayout, tp.PageLayout),
         (PoolMemory, pb.PoolMemory),
+        (Considered, tp.Considered),
+        (Accounts, tp.PassAccounts),
+        (Chunk, tp.ChunkForward),
+        (EventTime, tp.EventTime),
     ]
     pairs += [(SamplingParams, pb.NodeSampling), (NodeIdentity, pb.Identity), (RoomKey, pb.Room), (PeerInfo, pb.Peer)]
     for cls, message in pairs:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.journal import Refusal
 from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Adder, Attempt, DecodeRow, Verdict, running_growth, shortest_first_limit
 from prefill_service.policy import Policy, QueueOrder
@@ -168,7 +169,8 @@ def test_a_second_chunk_is_not_opened_while_one_is_pending(cache: PrefixCache, a
     adder = Adder(cache, allocator, 16, max_prefill_tokens=256, chunk_size=96)
     adder.proceed(long, limit=32)
     assert adder.admit(small).verdict is Verdict.CONTINUE
-    assert adder.admit(other).verdict is Verdict.OTHER
+    refused = adder.admit(other)
+    assert (refused.verdict, refused.refusal) == (Verdict.OTHER, Refusal.CUT)
     assert adder.continuation is long
 
 

@@ -74,6 +74,7 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
     def __init__(self) -> None:
         self.drains: list[admin_pb2.DrainRequest] = []
         self.problems: list[str] = []
+        self.explanation = explanation()
         self.busy = False
 
     def listing(self, *, running: int = 1, draining: bool = False, gone: bool = False) -> admin_pb2.ListNodesResponse:
@@ -101,10 +102,72 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
         self.drains.append(request)
         return admin_pb2.DrainResponse()
 
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
+        if request.request_id != "r-7":
+            raise NotFound("no node knows of a request")
+        return self.explanation
+
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.ListNodesResponse]:
         yield self.listing(running=2, draining=True)
         yield self.listing(running=1, draining=True)
         yield self.listing(gone=True)
+
+
+def explanation() -> admin_pb2.ExplainResponse:
+    """Of a request that waited for memory, was computed in two chunks, and whose first decode node was lost."""
+    full = types_pb2.PassAccounts(rem_input=16384, rem_chunk=2048, total=1920, current=1920)
+    before = types_pb2.PassAccounts(rem_input=16384, rem_chunk=2048, total=9000, current=9000)
+    after = types_pb2.PassAccounts(rem_input=14336, rem_chunk=0, total=6936, current=6936)
+    passes = [
+        types_pb2.Considered(
+            count=329, first_number=12, first_time=0.5, number=340, time=1.5, policy="lpm", in_effect="fcfs",
+            position=3, waiting=17, wanted=2064, verdict="NO_TOKEN", refusal="memory", need=2080, left=1920,
+            before=full, after=full,
+        ),
+        types_pb2.Considered(
+            count=1, first_number=341, first_time=2, number=341, time=2, policy="lpm", in_effect="lpm", position=1,
+            waiting=2, prefix=16, wanted=2064, extend=2048, chunked=True, verdict="OTHER", before=before, after=after,
+        ),
+        types_pb2.Considered(
+            count=1, first_number=342, first_time=3, number=342, time=3, policy="lpm", in_effect="lpm",
+            waiting=4, prefix=2064, wanted=16, extend=16, verdict="CONTINUE", before=before, after=before,
+        ),
+    ]  # fmt: skip
+
+    def room(times: dict[str, float], epoch: int, outcome: str, **fields: Any) -> types_pb2.RoomRecord:
+        events = [types_pb2.EventTime(event=name, time=at) for name, at in times.items()]
+        return types_pb2.RoomRecord(
+            room=9,
+            epoch=epoch,
+            prompt_tokens=2080,
+            arrived=1e9 + epoch,
+            age=9,
+            outcome=outcome,
+            events=events,
+            **fields,
+        )
+
+    prefill = room(
+        {"arrived": 0, "granted": 0.25, "admitted": 2, "token_0": 3.25, "last_write": 3.5, "ended": 3.5},
+        0,
+        "finished",
+        chunks=[
+            types_pb2.ChunkForward(end=2064, tokens=2048, time=2.5),
+            types_pb2.ChunkForward(end=2080, tokens=16, time=3.25),
+        ],
+        passes=passes,
+        not_reached=7,
+        left_out=2,
+    )
+    lost = room({"arrived": 0, "granted": 0.25, "ended": 1}, 0, "aborted: a node was lost")
+    again = room({"arrived": 0, "granted": 0.5, "complete": 4, "first_step": 4.25}, 1, "")
+    return admin_pb2.ExplainResponse(
+        nodes=[
+            admin_pb2.ExplainedNode(node_id="prefill-0", role=types_pb2.ROLE_PREFILL, rooms=[prefill]),
+            admin_pb2.ExplainedNode(node_id="decode-0", role=types_pb2.ROLE_DECODE, rooms=[lost, again]),
+        ],
+        silent=["decode-1"],
+    )
 
 
 class Front:
@@ -366,6 +429,92 @@ def test_status_watch_prints_every_change(run: Run, capsys: Capture) -> None:
     assert run("status", "--watch", "--json") == 0
     states = [[node["state"] for node in json.loads(line)["nodes"]] for line in capsys.readouterr().out.splitlines()]
     assert states == [["draining"], ["draining"], []]
+
+
+def test_explain_tells_every_pass_and_the_time_of_everything(run: Run, capsys: Capture) -> None:
+    assert run("explain", "r-7") == 0
+    out, err = capsys.readouterr()
+    assert err == "decode-1 did not answer: what it knows is missing\n"
+    lines = out.splitlines()
+    assert lines[0] == "request r-7: 2 attempts"
+    assert [line for line in lines if line.startswith("attempt")] == [
+        "attempt 1, room 0000000000000009/0",
+        "attempt 2, room 0000000000000009/1",
+    ]
+    assert [line.split()[0] for line in lines if "prompt tokens" in line] == ["prefill-0", "decode-0", "decode-0"]
+    start = next(i for i, line in enumerate(lines) if "considered it" in line)
+    assert [line[4:] for line in lines[start : start + 14]] == [
+        "333 passes considered it, 7 passes did not reach it while it waited",
+        "passes 12 to 340 at 0.5000 to 1.5000 s, 329 of them: position 3 of 17, fcfs (lpm was asked for)",
+        "  refused: needs 2,081 tokens of memory, 1,920 left",
+        "  prefix 0, wanted 2,064, given 0; for the next: NO_TOKEN",
+        "  rem_input 16,384, rem_chunk 2,048, total 1,920, current 1,920",
+        "pass 341 at 2.0000 s: position 1 of 2, lpm",
+        "  admitted in part: 2,048 of 2,064 tokens left after 16 that were there",
+        "  prefix 16, wanted 2,064, given 2,048; for the next: OTHER",
+        "  rem_input 16,384 > 14,336, rem_chunk 2,048 > 0, total 9,000 > 6,936, current 9,000 > 6,936",
+        "pass 342 at 3.0000 s: partly computed, ahead of 4 waiting, lpm",
+        "  admitted: all 16 tokens left after 2,064 that were there",
+        "  prefix 2,064, wanted 16, given 16; for the next: CONTINUE",
+        "  rem_input 16,384, rem_chunk 2,048, total 9,000, current 9,000",
+        "2 passes in between left no record",
+    ]
+    assert [line[4:] for line in lines[start + 14 : start + 24]] == [
+        "event           seconds  since the last",
+        "arrived          0.0000          0.0000",
+        "granted          0.2500          0.2500   wait until a decode node had set pages aside",
+        "admitted         2.0000          1.7500   wait for a place in a forward",
+        "chunk to 2,064   2.5000          0.5000   forward with 2,048 tokens of it",
+        "chunk to 2,080   3.2500          0.7500   forward with 16 tokens of it",
+        "token 0          3.2500          0.0000   sampled",
+        "last write       3.5000          0.2500   the last pages were on their way",
+        "end              3.5000          0.0000   finished",
+        "in short: grant 0.2500 s, queue 1.7500 s, prefill 1.2500 s, writes after it 0.2500 s",
+    ]
+    assert "reserved   0.2500          0.2500   wait for free pages on this node" in out
+    assert "end        1.0000          0.7500   aborted: a node was lost" in out
+    assert "by its clock: here for 9.000 s" in out
+    assert lines[-1].strip() == "in short: grant 0.5000 s, transfer 3.5000 s, wait for a step 0.2500 s"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        ("spare", "needs 2,081 tokens of memory, 1,920 left beside what one ahead of it waits for"),
+        ("requests", "the forward had as many requests as it may"),
+        ("input", "2,064 tokens to compute, 16,384 left of what one forward computes"),
+        ("chunk", "2,048 tokens left of the chunk, less than a page for it"),
+        ("cut", "2,064 tokens did not fit whole, and another prompt was cut already"),
+        ("of a newer version", "of a newer version"),
+    ],
+)
+def test_explain_says_in_a_sentence_why_it_was_refused(
+    run: Run, front: Front, capsys: Capture, refusal: str, why: str
+) -> None:
+    front.admin.explanation.nodes[0].rooms[0].passes[0].refusal = refusal
+    assert run("explain", "r-7") == 0
+    assert f"      refused: {why}\n" in capsys.readouterr().out
+
+
+def test_explain_json(run: Run, capsys: Capture) -> None:
+    assert run("explain", "r-7", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["request_id"], answer["silent"]) == ("r-7", ["decode-1"])
+    rooms = {(room["node_id"], room["room"]): room for room in answer["rooms"]}
+    assert list(rooms) == [
+        ("prefill-0", "0000000000000009/0"), ("decode-0", "0000000000000009/0"), ("decode-0", "0000000000000009/1"),
+    ]  # fmt: skip
+    room = rooms["prefill-0", "0000000000000009/0"]
+    assert (room["role"], room["outcome"], room["not_reached"]) == ("prefill", "finished", 7)
+    assert [one["position"] for one in room["passes"]] == [3, 1, None]
+    assert room["passes"][1]["after"] == {"rem_input": 14336, "rem_chunk": 0, "total": 6936.0, "current": 6936}
+    assert room["chunks"][0] == {"end": 2064, "tokens": 2048, "time": 2.5}
+    assert room["events"][1] == {"event": "granted", "time": 0.25}
+
+
+def test_explain_of_an_unknown_request(run: Run, capsys: Capture) -> None:
+    assert run("explain", "r-8") == 1
+    assert capsys.readouterr() == ("", "kvrelay: NOT_FOUND: no node knows of a request\n")
 
 
 def test_drain_tells_until_the_node_is_gone(run: Run, front: Front, capsys: Capture) -> None:

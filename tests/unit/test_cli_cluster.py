@@ -21,6 +21,7 @@ from cli.main import main
 from cli.services import load_service
 from decode_service.config import DecodeConfig
 from engine.core.errors import ConfigError
+from engine.core.types import Role
 from prefill_service.config import PrefillConfig
 from tests.helpers.cluster import assert_eventually
 
@@ -330,7 +331,7 @@ def test_child_that_fails_to_start_is_reported() -> None:
 
 
 def planned(env: dict[str, str], **flags: object) -> Plan:
-    return plan_cluster(2, 1, "127.0.0.1:7070", flags, env)
+    return plan_cluster({Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7070", flags, env)
 
 
 def test_plan_gives_every_child_its_options() -> None:
@@ -345,6 +346,23 @@ def test_plan_gives_every_child_its_options() -> None:
     assert "--listen 127.0.0.1:7070" in " ".join(plan.commands["bootstrap"])
 
 
+def test_plan_of_unified_nodes() -> None:
+    flags = {"policy": "lpm", "max_running": "4", "reserved_decode_tokens": "9"}
+    plan = plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", flags, {})
+    assert dict(plan.roles) == {"bootstrap": "bootstrap", "unified-0": "unified", "unified-1": "unified"}
+    assert {"--node-id", "unified-1", "--policy=lpm", "--max-running=4"} <= set(plan.commands["unified-1"])
+    assert not any("reserved" in word for word in plan.commands["unified-1"])
+    with pytest.raises(ConfigError, match="chunk_size is 64; allowed: at least 80 with mixed_chunk"):
+        plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", {"chunk_size": "64"}, {})
+
+
+@pytest.mark.parametrize("other", [["--prefill", "2"], ["--decode", "1"]])
+def test_unified_nodes_stand_alone(capsys: pytest.CaptureFixture[str], other: list[str]) -> None:
+    assert main(["up", "--unified", "1", *other, "--address", "127.0.0.1:0"], {}) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvrelay: --unified goes with neither --prefill nor --decode: ")
+
+
 def test_threads_are_the_cores_shared_out() -> None:
     cores = len(os.sched_getaffinity(0))
     assert planned({}).env["OMP_NUM_THREADS"] == str(max(1, cores // 3))
@@ -357,7 +375,7 @@ def test_threads_are_the_cores_shared_out() -> None:
 def test_one_file_serves_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "0.0.0.0:1"\n')
     monkeypatch.chdir(tmp_path)
-    plan = plan_cluster(1, 1, "127.0.0.1:7070", {}, {}, Path("cluster.toml"))
+    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, "127.0.0.1:7070", {}, {}, Path("cluster.toml"))
     for command in plan.commands.values():
         (file,) = [word.removeprefix("--config=") for word in command if word.startswith("--config=")]
         assert Path(file) == tmp_path / "cluster.toml"  # wherever the child runs

@@ -9,9 +9,12 @@ import pytest
 
 from decode_service.loop import DecodeEngine
 from engine.core.handoff_note import HandoffNote
+from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
     DecodeReport,
+    Explain,
+    Explanation,
     Grant,
     Granted,
     Heartbeat,
@@ -117,6 +120,33 @@ def running(d: Decode, link: RecordingLink, writer: LocalNode, *asked: Reserve) 
     before = d.stats.running
     d.until(lambda: d.stats.running == before + len(asked), "they arrive", passes=False)
     return [key_of(one) for one in asked]
+
+
+def told(d: Decode, link: RecordingLink, asked: Reserve) -> RoomRecord:
+    """What the node answers when it is asked about a request."""
+    d.tell(link, Explain(5, asked.reservation.request_id))
+    (room,) = link.of(Explanation)[-1].rooms
+    return room
+
+
+def test_a_request_is_explained_while_it_lives_and_afterwards(
+    d: Decode, link: RecordingLink, writer: LocalNode
+) -> None:
+    asked = reserve(writer, prompt=6, max_new=4)
+    d.tell(link, asked)
+    assert [event.event for event in told(d, link, asked).events] == ["arrived"]
+    d.until(lambda: bool(link.of(Grant)), "it is granted")
+    write(writer, d, grant_of(d, link, key_of(asked)), note())
+    d.until(lambda: d.stats.idle, "it has ended")
+    record = told(d, link, asked)
+    assert (record.outcome, record.prompt_tokens, record.passes) == ("finished", 6, ())
+    assert [event.event for event in record.events] == ["arrived", "granted", "complete", "first_step", "ended"]
+
+
+def test_of_a_request_that_ended_early_it_says_why(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    asked = reserve(writer)
+    d.tell(link, asked, Abort(key_of(asked), "the client has gone"))
+    assert told(d, link, asked).outcome == "aborted: the client has gone"
 
 
 def failed(link: RecordingLink) -> list[tuple[RoomKey, str, bool]]:

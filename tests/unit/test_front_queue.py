@@ -160,7 +160,7 @@ def test_what_fitted_at_arrival_fits_when_it_goes_on(house: House, prefill: Node
         assert house.reserved(decode)[-1].reservation.first_index == made
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", Role.PREFILL.pools)
 def test_what_fits_no_node_any_more_ends_naming_the_limit(house: House, role: Role) -> None:
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}[role]
     large, small = (house.join(role, name, num_pages=pages) for name, pages in (("large", 1000), ("small", 100)))

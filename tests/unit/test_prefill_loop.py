@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-import prefill_service.loop as prefill_loop
 from engine.core.handoff_note import HandoffNote
+from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
     CacheDelta,
+    Explain,
+    Explanation,
     Granted,
     LinkLost,
     LinkUp,
@@ -31,6 +33,7 @@ from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import NodeIdentity, PeerInfo, PrefillTask, Reservation, Role, RoomKey
 from engine.device.batch import ForwardBatch
+from prefill_service import announce
 from prefill_service.loop import PrefillEngine
 from tests.helpers.engines import PAGE, Driven, prefill_engine
 from tests.helpers.models import prepared_tiny
@@ -177,6 +180,47 @@ def test_a_prompt_is_computed_and_handed_over(
         grant.pages, p.engine._cache.pages(p.engine._cache.match(asked.task.page_keys)), strict=False
     ):
         assert np.array_equal(ours[page], d.pool.pages[theirs]), "the pages are ours, byte by byte"
+
+
+def told(p: Prefill, link: RecordingLink, asked: Submit) -> RoomRecord:
+    """What the node answers when it is asked about a request."""
+    p.tell(link, Explain(5, asked.task.request_id))
+    explanation = link.of(Explanation)[-1]
+    assert explanation.inspection_id == 5
+    (room,) = explanation.rooms
+    return room
+
+
+def test_a_request_is_explained_while_it_lives_and_afterwards(
+    p: Prefill, d: LocalNode, link: RecordingLink, grants: Pages
+) -> None:
+    asked = submit(prompt(3 * CHUNK))
+    p.tell(link, asked)
+    waiting = told(p, link, asked)
+    assert (waiting.key, waiting.prompt_tokens, waiting.outcome) == (key_of(asked), 3 * CHUNK, "")
+    assert ([event.event for event in waiting.events], waiting.passes) == (["arrived"], ())
+    p.tell(link, grants.grant(asked))
+    p.turn()
+    assert [(one.extend, one.chunked) for one in told(p, link, asked).passes] == [(CHUNK, True)]
+    rest(p)
+    ended = told(p, link, asked)
+    assert ended.outcome == "finished"
+    names = ["arrived", "granted", "admitted", "token_0", "last_write", "ended"]
+    assert [event.event for event in ended.events] == names
+    assert [(chunk.end, chunk.tokens) for chunk in ended.chunks] == [(n * CHUNK, CHUNK) for n in (1, 2, 3)]
+    assert [one.extend for one in ended.passes] == [CHUNK] * 3
+    times = [event.time for event in ended.events]
+    assert times == sorted(times)
+    assert times[2] < ended.chunks[0].time < ended.chunks[-1].time < times[3]
+
+
+def test_of_a_request_that_ended_early_it_says_why(p: Prefill, link: RecordingLink, grants: Pages) -> None:
+    aborted, lost = submit(prompt(5)), submit(prompt(6))
+    p.tell(link, aborted, Abort(key_of(aborted), "the client has gone"))
+    assert told(p, link, aborted).outcome == "aborted: the client has gone"
+    other = RecordingLink()
+    p.tell(other, LinkUp(), lost, LinkLost())
+    assert told(p, link, lost).outcome == "its front door was lost"
 
 
 def test_pages_go_out_chunk_by_chunk(p: Prefill, d: LocalNode, link: RecordingLink, grants: Pages) -> None:
@@ -572,7 +616,7 @@ def test_a_bootstrap_learns_what_is_cached(
     for delta in link.of(CacheDelta):
         known = (set() if delta.reset else known) - set(delta.removed) | set(delta.added)
     assert known == set(asked.task.page_keys)
-    monkeypatch.setattr(prefill_loop, "KEYS_A_MESSAGE", 3)
+    monkeypatch.setattr(announce, "KEYS_A_MESSAGE", 3)
     new, empty = RecordingLink(), RecordingLink()
     p.tell(new, LinkUp())
     deltas = new.of(CacheDelta)

@@ -216,7 +216,7 @@ def test_touching_many_times_keeps_the_heap_small() -> None:
         fill(cache, allocator, chain(f"{i}-", 2))
     for i in range(10_000):
         cache.touch(cache.match(chain(f"{i % 32}-", 2)))
-    assert len(cache._heap) < 256
+    assert len(cache._leaves) < 256
     cache.evict(2)
     assert cache.match(chain("15-", 2)).depth == 0, "the last one touched"
 

@@ -90,3 +90,27 @@ class WatchRequest(_message.Message):
     INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     interval_seconds: float
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainedNode(_message.Message):
+    __slots__ = ("node_id", "role", "rooms")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    role: _types_pb2.Role
+    rooms: _containers.RepeatedCompositeFieldContainer[_types_pb2.RoomRecord]
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., rooms: _Optional[_Iterable[_Union[_types_pb2.RoomRecord, _Mapping]]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("nodes", "silent")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[ExplainedNode]
+    silent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[ExplainedNode, _Mapping]]] = ..., silent: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvrelay.v1.Admin/Explain',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -85,6 +90,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What nodes know of a live or recently ended request; up to 5 s. NOT_FOUND: no node that answered knows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.WatchRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class Admin:
             '/kvrelay.v1.Admin/Watch',
             kvrelay_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Explain',
+            kvrelay_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,7 @@ class PoolMemory(_message.Message):
     def __init__(self, base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("register", "heartbeat", "grant", "room_failed", "room_quiesced", "cache_delta", "inspection", "drained", "room_fenced")
+    __slots__ = ("register", "heartbeat", "grant", "room_failed", "room_quiesced", "cache_delta", "inspection", "drained", "room_fenced", "explanation")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class NodeReport(_message.Message):
     INSPECTION_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     ROOM_FENCED_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: _types_pb2.NodeStats
     grant: Grant
@@ -57,7 +58,8 @@ class NodeReport(_message.Message):
     inspection: Inspection
     drained: bool
     room_fenced: RoomFenced
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ..., room_fenced: _Optional[_Union[RoomFenced, _Mapping]] = ...) -> None: ...
+    explanation: Explanation
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ..., room_fenced: _Optional[_Union[RoomFenced, _Mapping]] = ..., explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("identity", "role", "protocol_version", "model", "layout", "memory", "agent_metadata", "max_context", "reserved_decode_tokens", "max_running")
@@ -135,8 +137,16 @@ class Inspection(_message.Message):
     problems: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, inspection_id: _Optional[int] = ..., stats: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Explanation(_message.Message):
+    __slots__ = ("inspection_id", "rooms")
+    INSPECTION_ID_FIELD_NUMBER: _ClassVar[int]
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    inspection_id: int
+    rooms: _containers.RepeatedCompositeFieldContainer[_types_pb2.RoomRecord]
+    def __init__(self, inspection_id: _Optional[int] = ..., rooms: _Optional[_Iterable[_Union[_types_pb2.RoomRecord, _Mapping]]] = ...) -> None: ...
+
 class NodeCommand(_message.Message):
-    __slots__ = ("welcome", "submit", "reserve", "granted", "abort", "peer_joined", "peer_left", "writer_quiesced", "drain", "inspect", "heartbeat_ack")
+    __slots__ = ("welcome", "submit", "reserve", "granted", "abort", "peer_joined", "peer_left", "writer_quiesced", "drain", "inspect", "heartbeat_ack", "explain")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +158,7 @@ class NodeCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     INSPECT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     submit: Submit
     reserve: Reserve
@@ -159,7 +170,8 @@ class NodeCommand(_message.Message):
     drain: DrainNode
     inspect: int
     heartbeat_ack: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., abort: _Optional[_Union[AbortRoom, _Mapping]] = ..., peer_joined: _Optional[_Union[Peer, _Mapping]] = ..., peer_left: _Optional[_Union[Identity, _Mapping]] = ..., writer_quiesced: _Optional[_Union[Room, _Mapping]] = ..., drain: _Optional[_Union[DrainNode, _Mapping]] = ..., inspect: _Optional[int] = ..., heartbeat_ack: _Optional[int] = ...) -> None: ...
+    explain: Explain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., abort: _Optional[_Union[AbortRoom, _Mapping]] = ..., peer_joined: _Optional[_Union[Peer, _Mapping]] = ..., peer_left: _Optional[_Union[Identity, _Mapping]] = ..., writer_quiesced: _Optional[_Union[Room, _Mapping]] = ..., drain: _Optional[_Union[DrainNode, _Mapping]] = ..., inspect: _Optional[int] = ..., heartbeat_ack: _Optional[int] = ..., explain: _Optional[_Union[Explain, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_seconds", "lease_seconds")
@@ -169,8 +181,16 @@ class Welcome(_message.Message):
     lease_seconds: float
     def __init__(self, heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
+class Explain(_message.Message):
+    __slots__ = ("inspection_id", "request_id")
+    INSPECTION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    inspection_id: int
+    request_id: str
+    def __init__(self, inspection_id: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("request_id", "room", "token_ids", "first_index", "page_keys", "sampling", "stopping", "priority", "routing_key", "extra_key")
+    __slots__ = ("request_id", "room", "token_ids", "first_index", "page_keys", "sampling", "stopping", "priority", "routing_key", "extra_key", "ttft_target_seconds", "waited_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +201,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     EXTRA_KEY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     room: Room
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -191,7 +213,9 @@ class Submit(_message.Message):
     priority: int
     routing_key: str
     extra_key: str
-    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., page_keys: _Optional[bytes] = ..., sampling: _Optional[_Union[NodeSampling, _Mapping]] = ..., stopping: _Optional[_Union[NodeStopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., extra_key: _Optional[str] = ...) -> None: ...
+    ttft_target_seconds: float
+    waited_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., page_keys: _Optional[bytes] = ..., sampling: _Optional[_Union[NodeSampling, _Mapping]] = ..., stopping: _Optional[_Union[NodeStopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., extra_key: _Optional[str] = ..., ttft_target_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("request_id", "room", "prompt_tokens", "first_index", "sampling", "stopping", "priority", "history", "writer")

@@ -28,7 +28,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "priority", "routing_key", "cache_salt", "response")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "priority", "routing_key", "cache_salt", "response", "ttft_target_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -51,7 +52,8 @@ class GenerateRequest(_message.Message):
     routing_key: str
     cache_salt: str
     response: ResponseOptions
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ...) -> None: ...
+    ttft_target_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., ttft_target_seconds: _Optional[float] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "skip_special_tokens")
@@ -192,18 +194,20 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("prefill_nodes", "decode_nodes", "live_requests", "queued_requests", "serving")
+    __slots__ = ("prefill_nodes", "decode_nodes", "live_requests", "queued_requests", "serving", "unified_nodes")
     PREFILL_NODES_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODES_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
+    UNIFIED_NODES_FIELD_NUMBER: _ClassVar[int]
     prefill_nodes: int
     decode_nodes: int
     live_requests: int
     queued_requests: int
     serving: bool
-    def __init__(self, prefill_nodes: _Optional[int] = ..., decode_nodes: _Optional[int] = ..., live_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., serving: _Optional[bool] = ...) -> None: ...
+    unified_nodes: int
+    def __init__(self, prefill_nodes: _Optional[int] = ..., decode_nodes: _Optional[int] = ..., live_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., serving: _Optional[bool] = ..., unified_nodes: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

@@ -2,8 +2,8 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -19,6 +19,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_UNIFIED: _ClassVar[Role]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -26,6 +27,7 @@ FINISH_REASON_ABORT: FinishReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_UNIFIED: Role
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
@@ -122,3 +124,101 @@ class NodeStats(_message.Message):
     retractable: int
     relayed_bytes_total: int
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_fenced: _Optional[int] = ..., ungranted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., transferring: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., head_room: _Optional[int] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., requests_total: _Optional[int] = ..., cached_tokens_total: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., retractable: _Optional[int] = ..., relayed_bytes_total: _Optional[int] = ...) -> None: ...
+
+class PassAccounts(_message.Message):
+    __slots__ = ("rem_input", "rem_chunk", "total", "current")
+    REM_INPUT_FIELD_NUMBER: _ClassVar[int]
+    REM_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    rem_input: int
+    rem_chunk: int
+    total: float
+    current: int
+    def __init__(self, rem_input: _Optional[int] = ..., rem_chunk: _Optional[int] = ..., total: _Optional[float] = ..., current: _Optional[int] = ...) -> None: ...
+
+class Considered(_message.Message):
+    __slots__ = ("count", "first_number", "first_time", "number", "time", "policy", "in_effect", "position", "waiting", "prefix", "wanted", "extend", "chunked", "verdict", "refusal", "need", "left", "before", "after")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    IN_EFFECT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    CHUNKED_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    NEED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    first_number: int
+    first_time: float
+    number: int
+    time: float
+    policy: str
+    in_effect: str
+    position: int
+    waiting: int
+    prefix: int
+    wanted: int
+    extend: int
+    chunked: bool
+    verdict: str
+    refusal: str
+    need: int
+    left: float
+    before: PassAccounts
+    after: PassAccounts
+    def __init__(self, count: _Optional[int] = ..., first_number: _Optional[int] = ..., first_time: _Optional[float] = ..., number: _Optional[int] = ..., time: _Optional[float] = ..., policy: _Optional[str] = ..., in_effect: _Optional[str] = ..., position: _Optional[int] = ..., waiting: _Optional[int] = ..., prefix: _Optional[int] = ..., wanted: _Optional[int] = ..., extend: _Optional[int] = ..., chunked: _Optional[bool] = ..., verdict: _Optional[str] = ..., refusal: _Optional[str] = ..., need: _Optional[int] = ..., left: _Optional[float] = ..., before: _Optional[_Union[PassAccounts, _Mapping]] = ..., after: _Optional[_Union[PassAccounts, _Mapping]] = ...) -> None: ...
+
+class ChunkForward(_message.Message):
+    __slots__ = ("end", "tokens", "time")
+    END_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    tokens: int
+    time: float
+    def __init__(self, end: _Optional[int] = ..., tokens: _Optional[int] = ..., time: _Optional[float] = ...) -> None: ...
+
+class EventTime(_message.Message):
+    __slots__ = ("event", "time")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    time: float
+    def __init__(self, event: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+
+class RoomRecord(_message.Message):
+    __slots__ = ("room", "epoch", "prompt_tokens", "arrived", "age", "outcome", "events", "chunks", "passes", "not_reached", "left_out")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    NOT_REACHED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    epoch: int
+    prompt_tokens: int
+    arrived: float
+    age: float
+    outcome: str
+    events: _containers.RepeatedCompositeFieldContainer[EventTime]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkForward]
+    passes: _containers.RepeatedCompositeFieldContainer[Considered]
+    not_reached: int
+    left_out: int
+    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., arrived: _Optional[float] = ..., age: _Optional[float] = ..., outcome: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EventTime, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkForward, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Considered, _Mapping]]] = ..., not_reached: _Optional[int] = ..., left_out: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,202 @@
+"""`kvrelay explain`: what became of one request on each node that had a part in it, and why it had to wait."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cli.client import CALL_TIMEOUT_S, ROLES, Client, ClientConfig
+from cli.show import say, table
+from engine.core.config import add_arguments
+from engine.core.journal import Accounts, Considered, Refusal, RoomRecord
+from engine.core.lifetime import LifetimeEvent
+from engine.core.types import Role
+from kvrelay.v1 import admin_pb2
+from rpc.journal_wire import record_from_wire
+
+__all__ = ["explain"]
+
+# Names of events, and what the time before them was spent on.
+_EVENTS: dict[str, tuple[str, str]] = {
+    LifetimeEvent.ARRIVED: ("arrived", ""),
+    LifetimeEvent.GRANTED: ("granted", "wait until a decode node had set pages aside"),
+    LifetimeEvent.ADMITTED: ("admitted", "wait for a place in a forward"),
+    LifetimeEvent.TOKEN_0: ("token 0", "sampled"),
+    LifetimeEvent.LAST_WRITE: ("last write", "the last pages were on their way"),
+    LifetimeEvent.COMPLETE: ("complete", "pages were arriving"),
+    LifetimeEvent.FIRST_STEP: ("first step", "wait for a decode step"),
+}
+_RESERVED = ("reserved", "wait for free pages on this node")
+_PHASES = (  # each from the first of these events that happened
+    ("grant", (LifetimeEvent.ARRIVED,), LifetimeEvent.GRANTED),
+    ("queue", (LifetimeEvent.GRANTED, LifetimeEvent.ARRIVED), LifetimeEvent.ADMITTED),
+    ("prefill", (LifetimeEvent.ADMITTED,), LifetimeEvent.CHUNK_DONE),
+    ("writes after it", (LifetimeEvent.CHUNK_DONE,), LifetimeEvent.LAST_WRITE),
+    ("transfer", (LifetimeEvent.GRANTED,), LifetimeEvent.COMPLETE),
+    ("wait for a step", (LifetimeEvent.COMPLETE,), LifetimeEvent.FIRST_STEP),
+    ("decode", (LifetimeEvent.FIRST_STEP,), LifetimeEvent.ENDED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What one node knows of one attempt."""
+
+    node_id: str
+    role: Role | str
+    record: RoomRecord
+
+
+def explain(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of `kvrelay explain`."""
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="of a live request, or one that ended lately")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_arguments(parser, ClientConfig)
+    parser.set_defaults(run=_explain)
+
+
+def _explain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
+    with Client.from_flags(flags, env) as client, client.errors():
+        request = admin_pb2.ExplainRequest(request_id=flags.request_id)
+        response = client.admin.Explain(request, timeout=CALL_TIMEOUT_S)
+    told = [
+        _Told(node.node_id, ROLES.get(node.role, ""), record_from_wire(room))
+        for node in response.nodes
+        for room in node.rooms
+    ]
+    told.sort(key=lambda one: one.record.arrived)
+    if flags.json:
+        print(json.dumps(_json(flags.request_id, told, response.silent)))
+    else:
+        print(_text(flags.request_id, told))
+    for node_id in response.silent:
+        say(f"{node_id} did not answer: what it knows is missing")
+    return 0
+
+
+def _json(request_id: str, told: Sequence[_Told], silent: Sequence[str]) -> dict[str, Any]:
+    rooms = []
+    for one in told:
+        values = asdict(one.record)
+        del values["key"]
+        rooms.append({"node_id": one.node_id, "role": one.role, "room": str(one.record.key), **values})
+    return {"request_id": request_id, "rooms": rooms, "silent": list(silent)}
+
+
+# ---- as text ----
+
+
+def _text(request_id: str, told: Sequence[_Told]) -> str:
+    keys = list(dict.fromkeys(one.record.key for one in told))
+    lines = [f"request {request_id}: {len(keys)} attempt" + ("s" if len(keys) > 1 else "")]
+    for key in keys:
+        lines += ["", f"attempt {key.epoch + 1}, room {key}"]
+        for one in told:
+            if one.record.key == key:
+                lines += ["", *_node(one)]
+    return "\n".join(lines)
+
+
+def _node(one: _Told) -> Iterator[str]:
+    record = one.record
+    at = time.strftime("%H:%M:%S", time.localtime(record.arrived)) + f"{record.arrived % 1:.3f}"[1:]
+    fate = record.outcome or f"here for {record.age:.3f} s"
+    yield f"  {one.node_id} ({one.role}), {record.prompt_tokens:,} prompt tokens, arrived {at} by its clock: {fate}"
+    if record.passes or record.not_reached:
+        considered = record.left_out + sum(one.count for one in record.passes)
+        missed = f"{_passes(record.not_reached)} did not reach it while it waited"
+        yield f"    {_passes(considered)} considered it, {missed}"
+    for decision in record.passes:
+        yield from (f"    {line}" for line in _considered(decision))
+    if record.left_out:
+        yield f"    {_passes(record.left_out)} in between left no record"
+    yield from (f"    {line}" for line in _timeline(one))
+    if phases := ", ".join(_phases(record)):
+        yield f"    in short: {phases}"
+
+
+def _considered(one: Considered) -> Iterator[str]:
+    when = f"pass {one.number} at {one.time:.4f} s"
+    if one.count > 1:
+        span = f"{one.first_time:.4f} to {one.time:.4f} s"
+        when = f"passes {one.first_number} to {one.number} at {span}, {one.count} of them"
+    policy = one.policy if one.policy == one.in_effect else f"{one.in_effect} ({one.policy} was asked for)"
+    place = f"position {one.position} of {one.waiting}"
+    if one.position is None:
+        place = f"partly computed, ahead of {one.waiting} waiting"
+    yield f"{when}: {place}, {policy}"
+    yield f"  {_why(one)}"
+    yield f"  prefix {one.prefix:,}, wanted {one.wanted:,}, given {one.extend:,}; for the next: {one.verdict}"
+    yield f"  {_accounts(one)}"
+
+
+def _why(one: Considered) -> str:
+    """A sentence: why it was admitted, or was not."""
+    if not one.refusal:
+        found = f" after {one.prefix:,} that were there" if one.prefix else ""
+        if not one.chunked:
+            return f"admitted: all {one.wanted:,} tokens left{found}"
+        return f"admitted in part: {one.extend:,} of {one.wanted:,} tokens left{found}"
+    match one.refusal:
+        case Refusal.MEMORY:
+            why = f"needs {one.need + 1:,} tokens of memory, {one.left:,.0f} left"
+        case Refusal.SPARE:
+            why = f"needs {one.need + 1:,} tokens of memory, {one.left:,.0f} left beside what one ahead of it waits for"
+        case Refusal.REQUESTS:
+            why = "the forward had as many requests as it may"
+        case Refusal.INPUT:
+            why = f"{one.wanted:,} tokens to compute, {one.before.rem_input:,} left of what one forward computes"
+        case Refusal.CHUNK:
+            why = f"{one.before.rem_chunk or 0:,} tokens left of the chunk, less than a page for it"
+        case Refusal.CUT:
+            why = f"{one.wanted:,} tokens did not fit whole, and another prompt was cut already"
+        case _:
+            why = one.refusal
+    return f"refused: {why}"
+
+
+def _accounts(one: Considered) -> str:
+    def change(name: str, of: Accounts, to: Accounts) -> str:
+        before, after = getattr(of, name), getattr(to, name)
+        if before is None:
+            return f"{name} none"
+        return f"{name} {before:,.0f}" + (f" > {after:,.0f}" if after != before else "")
+
+    return ", ".join(change(name, one.before, one.after) for name in ("rem_input", "rem_chunk", "total", "current"))
+
+
+def _timeline(one: _Told) -> Iterator[str]:
+    """What happened when, each with the seconds since what happened before it."""
+    events = _EVENTS | {LifetimeEvent.ENDED: ("end", one.record.outcome)}
+    if one.role is Role.DECODE:
+        events[LifetimeEvent.GRANTED] = _RESERVED
+    found = [(c.time, f"chunk to {c.end:,}", f"forward with {c.tokens:,} tokens of it") for c in one.record.chunks]
+    found += [(event.time, *events.get(event.event, (event.event, ""))) for event in one.record.events]
+    found.sort(key=lambda row: row[0])
+    rows = [["event", "seconds", "since the last"]]
+    before = 0.0
+    for at, name, _ in found:
+        rows.append([name, f"{at:.4f}", f"{at - before:.4f}"])
+        before = at
+    lines = table(rows).splitlines()
+    width = max(map(len, lines))
+    for line, remark in zip(lines, ("", *(remark for _, _, remark in found)), strict=True):
+        yield f"{line.ljust(width)}   {remark}".rstrip()
+
+
+def _phases(record: RoomRecord) -> Iterator[str]:
+    times = {one.event: one.time for one in record.events}
+    if record.chunks:
+        times[LifetimeEvent.CHUNK_DONE] = record.chunks[-1].time
+    for name, starts, end in _PHASES:
+        start = next((times[one] for one in starts if one in times), None)
+        if start is not None and end in times:
+            yield f"{name} {times[end] - start:.4f} s"
+
+
+def _passes(count: int) -> str:
+    return f"{count:,} pass" + ("es" if count != 1 else "")

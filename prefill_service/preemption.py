@@ -1,0 +1,70 @@
+"""Who gives way to a request of higher priority. Pure functions of priorities and of what each would give back.
+
+A request outranks another when its priority is ahead by more than a threshold, so that near-equals never chase each
+other out of memory. One without a priority outranks nobody, and gives way to any that has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.core.types import ceil_div
+from prefill_service.request import PrefillRequest
+
+__all__ = ["Ranking", "choose_victims"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """threshold: by how much a priority must be ahead, and not only equal."""
+
+    threshold: int
+    low_first: bool = False  # smaller priorities are ahead
+
+    def of(self, request: PrefillRequest) -> float:
+        """Greater: more important."""
+        if request.priority is None:
+            return -math.inf
+        return -request.priority if self.low_first else request.priority
+
+    def outranks(self, request: PrefillRequest, other: PrefillRequest) -> bool:
+        mine = self.of(request)
+        return mine > -math.inf and mine - self.of(other) > self.threshold
+
+    def reserved(
+        self, queue: Iterable[PrefillRequest], continuation: PrefillRequest, budget: int, page_size: int
+    ) -> int | None:
+        """Most of `budget` tokens that a continuation may take, for those at the head of the queue that outrank it
+        to fit whole beside a page of it. None: no limit.
+        """
+        taken = 0
+        for request in queue:
+            charge = ceil_div(request.uncached, page_size) * page_size
+            if not self.outranks(request, continuation) or taken + charge > budget - page_size:
+                break
+            taken += charge
+        return (budget - taken) // page_size * page_size if taken else None
+
+
+def choose_victims(
+    newcomer: PrefillRequest,
+    running: Iterable[PrefillRequest],
+    ranking: Ranking,
+    short: float,
+    gain: Callable[[PrefillRequest], float],
+) -> Sequence[PrefillRequest]:
+    """The fewest of `running`, least important and then newest first, that give back `short` or more.
+
+    None at all unless together they suffice: nobody is preempted in vain. gain: what one gives back, as `short` counts.
+    """
+    victims = []
+    for request in sorted(running, key=lambda r: (ranking.of(r), -r.queue_time)):
+        if short <= 0:
+            break
+        if not ranking.outranks(newcomer, request):
+            return ()
+        victims.append(request)
+        short -= gain(request)
+    return victims if short <= 0 else ()

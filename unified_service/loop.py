@@ -1,0 +1,323 @@
+"""The unified engine: one thread that takes requests in, and in each turn computes prompts and decodes.
+
+    Submit ─► scheduler.submit, grant ─► pass ─┐
+    a page for everyone who decodes ───────────┴─► forward ─► sample ─► one Publish a link ─► finished rooms end
+
+What is prefilled is the scheduler's decision. Decoding requests are its requests in flight; this file gives them their
+pages, retracts when there are none, and says how much they are expected to grow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.core.clock import Clock, monotonic
+from engine.core.errors import KVRelayError, Overloaded
+from engine.core.handoff import HandoffState
+from engine.core.lifetime import LifetimeEvent
+from engine.core.loop import EngineLoop, Link, room_of
+from engine.core.messages import (
+    Abort,
+    AdmitReport,
+    Command,
+    NodeStats,
+    PrefillReport,
+    RoomFailed,
+    StepOutput,
+    Submit,
+)
+from engine.core.metrics import Metrics, NodeMetric
+from engine.core.room_budget import longest_prompt
+from engine.core.types import PrefillTask, RoomKey, TokenOutput
+from engine.device.batch import Row, build_batch
+from engine.device.next_token import next_tokens
+from engine.device.page_allocator import PageAllocator
+from engine.device.setup import NodeDevice
+from prefill_service.adder import running_growth
+from prefill_service.announce import announce_all, announce_changes
+from prefill_service.journal import PassJournal, PassLog
+from prefill_service.preemption import Ranking
+from prefill_service.prefix_cache import PrefixCache
+from prefill_service.request import PrefillRequest
+from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler
+from unified_service.config import UnifiedConfig
+from unified_service.new_token_ratio import NewTokenRatio
+from unified_service.room import UnifiedRoom
+
+__all__ = ["UnifiedEngine"]
+
+log = logging.getLogger("kvrelay.unified")
+
+RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
+CANARY_TOKENS = 16
+RETRACTED = "retracted: out of pages"
+
+
+class UnifiedEngine(EngineLoop[None]):
+    """Owns scheduler, rooms and the page pool of a unified node."""
+
+    def __init__(
+        self,
+        device: NodeDevice,
+        config: UnifiedConfig,
+        metrics: Metrics,
+        clock: Clock = monotonic,
+        pass_log: PassLog | None = None,
+    ):
+        self._passes = PassJournal(clock)
+        self._pass_log = pass_log
+        super().__init__("unified-engine", metrics, config.node.stall_timeout, clock, self._passes)
+        self._device = device
+        self._config = config
+        self._page_size = device.layout.page_size
+        self._num_pages = device.pool.num_pages
+        allocator = PageAllocator(self._num_pages)
+        self._cache = PrefixCache(allocator, config.scheduler.eviction)
+        self._scheduler = Scheduler(
+            config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass, decoding=self
+        )
+        self._ratio = NewTokenRatio(config.unified.schedule_conservativeness)
+        self._ranking = Ranking(0, config.scheduler.low_priority_first)
+        self._rooms: dict[RoomKey, UnifiedRoom] = {}
+        self._forward_of: list[UnifiedRoom] = []  # whose rows the turn in progress computes
+        self._batch: PrefillBatch | None = None  # that the scheduler awaits the forward of
+        self._rate = 0.0  # prompt tokens computed a second
+        self._outputs = 0
+
+    def warm_up(self) -> None:
+        tokens = min(CANARY_TOKENS, self._page_size)
+        for rows in ([Row([0] * tokens, 0, [0], True)], [Row([0], 0, [0], True)]):
+            assert self._forward(rows).isfinite().all(), "the canary's logits are not finite"
+
+    # ---- what comes in ----
+
+    def link_up(self, link: Link) -> None:
+        announce_all(self._cache, link)
+
+    def link_lost(self, link: Link) -> None:
+        for room in [room for room in self._rooms.values() if room.link is link]:
+            self._end(room, "its front door was lost")
+
+    def handle(self, link: Link | None, item: Command | None) -> None:
+        match item:
+            case Submit(task):
+                assert link is not None
+                self._submit(task, link)
+            case Abort(key, reason):
+                if (room := self._rooms.get(key)) is not None:
+                    self._end(room, f"aborted: {reason}")
+            case _:
+                log.warning("not for a unified node", extra={"command": type(item).__name__})
+
+    def _submit(self, task: PrefillTask, link: Link) -> None:
+        try:
+            request = self._scheduler.submit(task)
+        except KVRelayError as error:
+            phase = HandoffState.QUEUED.phase
+            link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
+            return
+        self._rooms[task.key] = UnifiedRoom(request, link)
+        self.journal.arrived(task.request_id, task.key, len(task.token_ids), request.times)
+        self._scheduler.grant(task.key)  # its pages are here: there is nothing to wait for
+        self._passes.waits(task.key)
+
+    def handling_failed(self, link: Link | None, item: Command | None, incident: str) -> None:
+        reason, key = f"internal error, incident {incident}", room_of(item)
+        room = None if key is None else self._rooms.get(key)
+        if room is not None:
+            self._fail(room, HandoffState.QUEUED, reason, retriable=False)
+        elif isinstance(item, Submit) and link is not None:
+            link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
+
+    # ---- rooms end ----
+
+    def _end(self, room: UnifiedRoom, why: str = "") -> None:
+        """Forget a room, whatever it was doing. Its pages are free, or cached. why: it did not come to its own end."""
+        if why:
+            self.journal.failed(room.key, why)
+            self._scheduler.abort(room.key)
+        self._scheduler.finish(room.key)
+        self.journal.ended(room.key)
+        del self._rooms[room.key]
+
+    def _fail(
+        self, room: UnifiedRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
+    ) -> None:
+        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
+        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable, code))
+        self._end(room, f"failed while {phase.phase}: {reason}")
+
+    # ---- what the scheduler asks ----
+
+    def growth(self, request: PrefillRequest) -> float:
+        return running_growth([self._rooms[request.key].growth], self._ratio.value)
+
+    def preempt(self, request: PrefillRequest) -> PrefillTask:
+        log.info("preempted", extra={"room": str(request.key)})
+        self._passes.waits(request.key)
+        return self._rooms[request.key].task(self._page_size)
+
+    # ---- room for the next token ----
+
+    def _make_room(self) -> list[UnifiedRoom]:
+        """Give every decoding room the page its next token needs; retract until that works."""
+        rooms = [self._rooms[request.key] for request in self._scheduler.in_flight]
+        short = False
+        for room in rooms:
+            while room.decoding and not self._scheduler.grow(room.request, len(room.token_ids)):
+                short = True
+                self._give_way()
+        kept = [room for room in rooms if room.decoding]
+        if short and kept:
+            self._ratio.retracted([room.growth for room in kept])
+        return kept
+
+    def _give_way(self) -> None:
+        """Take the pages of the one who loses least. The last one that decodes is never retracted."""
+        if (prompt := self._scheduler.continuation) is not None:
+            self._retract(self._rooms[prompt.key], prompt.task)
+            return
+        rooms = [self._rooms[request.key] for request in self._scheduler.in_flight]
+        victim = min(rooms, key=lambda room: (self._ranking.of(room.request), room.generated, -room.prompt))
+        if len(rooms) == 1:
+            reason = f"out of pages: this node has {self._num_pages} pages of {self._page_size} tokens"
+            self._fail(victim, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
+        elif len(victim.token_ids) > longest_prompt(self._num_pages, self._page_size):
+            self._fail(victim, HandoffState.DECODING, RETRACTED, retriable=True)  # it would never be admitted again
+        else:
+            self._retract(victim, victim.task(self._page_size))
+
+    def _retract(self, room: UnifiedRoom, task: PrefillTask) -> None:
+        log.warning("retracted", extra={"room": str(room.key), "generated": room.generated})
+        self._scheduler.requeue(room.key, task)
+        self._passes.waits(room.key)
+
+    # ---- a turn ----
+
+    def step(self) -> bool:
+        decoding = self._make_room()
+        mixed = len(decoding) if self._config.mixes else 0
+        slots = self._config.unified.max_running - len(decoding)  # a prompt that is partly computed takes one, too
+        self._batch = batch = self._scheduler.next_batch(mixed, slots)
+        if batch is not None and not mixed:
+            decoding = []
+        decoding = [room for room in decoding if room.decoding]  # some may have been preempted
+        if batch is None and not decoding:
+            return False
+        prefilling = [self._rooms[row.request.key] for row in batch.rows] if batch else []
+        self._forward_of = prefilling + decoding
+        self._say_admitted(prefilling)
+        started = self.clock()
+        logits = self._forward([*self._prefill_rows(batch), *(room.row for room in decoding)])
+        if batch is not None:
+            self._batch = None
+            self._scheduler.complete_forward(batch)
+        answering = [room for room in self._forward_of if room.decoding]
+        self._publish(answering, next_tokens(logits, [room.wanted for room in answering]))
+        if decoding:
+            self._ratio.decoded()
+        self._measure(batch.tokens if batch else 0, len(decoding), self.clock() - started)
+        announce_changes(self._cache, self.links)
+        self._forward_of = []
+        return True
+
+    def step_failed(self, incident: str) -> None:
+        rooms, self._forward_of = self._forward_of, []
+        if self._batch is not None:
+            self._scheduler.abandon_forward(self._batch)
+            self._batch = None
+        for room in rooms:
+            if room.key in self._rooms:
+                phase = HandoffState.DECODING if room.generated > room.first_index else HandoffState.PREFILLING
+                self._fail(room, phase, f"internal error, incident {incident}", retriable=False)
+
+    @staticmethod
+    def _prefill_rows(batch: PrefillBatch | None) -> list[Row]:
+        return [
+            Row(row.request.task.token_ids[row.start : row.end], row.start, row.pages, row.is_last)
+            for row in (batch.rows if batch else ())
+        ]
+
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        return self._device.runner.forward(build_batch(rows, self._page_size, self._device.pool.device))
+
+    def _say_admitted(self, prefilling: Sequence[UnifiedRoom]) -> None:
+        """Of those whose first forward begins."""
+        by_link: defaultdict[Link, list[AdmitReport]] = defaultdict(list)
+        for room in prefilling:
+            if not room.admitted:
+                room.admitted = True
+                by_link[room.link].append(AdmitReport(room.key, room.request.cached_tokens))
+        for link, reports in by_link.items():
+            link.publish(StepOutput(admitted=tuple(reports)))
+
+    def _publish(self, rooms: Sequence[UnifiedRoom], drawn: Sequence[TokenOutput]) -> None:
+        outputs: defaultdict[Link, tuple[list[TokenOutput], list[PrefillReport]]] = defaultdict(lambda: ([], []))
+        for room, token in zip(rooms, drawn, strict=True):
+            tokens, reports = outputs[room.link]
+            tokens.append(token)
+            if token.index == room.first_index:
+                reports.append(self._report(room.request))
+            if token.finish is not None:
+                self._scheduler.store(room.request, room.token_ids)  # the KV of this last token was never computed
+                self._end(room)
+            else:
+                room.advance(token.token_id)
+        self._outputs += len(drawn)
+        for link, (tokens, reports) in outputs.items():
+            link.publish(StepOutput(tokens=tuple(tokens), prefilled=tuple(reports)))
+
+    @staticmethod
+    def _report(request: PrefillRequest) -> PrefillReport:
+        times = request.times
+        wait = times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
+        prefill = times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
+        times.stamp(LifetimeEvent.TOKEN_0)
+        return PrefillReport(request.key, request.chunks, wait, prefill)
+
+    def _on_pass(self, record: PassRecord) -> None:
+        self._passes.on_pass(record)
+        if self._pass_log is not None:
+            self._pass_log.on_pass(record)
+
+    def _measure(self, prompt_tokens: int, decoded: int, seconds: float) -> None:
+        if prompt_tokens:
+            rate = prompt_tokens / max(seconds, 1e-9)
+            self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
+        self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
+        self.metrics.observe(NodeMetric.STEP_TOKENS, prompt_tokens + decoded)
+
+    # ---- what others may see ----
+
+    def collect_stats(self) -> NodeStats:
+        stats = self._scheduler.stats()
+        return NodeStats(
+            pages_total=stats.num_pages,
+            pages_free=stats.free,
+            pages_cached=stats.evictable + stats.protected,
+            pages_held=stats.held,
+            waiting=stats.waiting,
+            running=stats.running + stats.in_flight,
+            queued_tokens=stats.queued_tokens,
+            tokens_per_second=self._rate,
+            requests_total=stats.requests_total,
+            cached_tokens_total=stats.cached_tokens_total,
+            computed_tokens_total=stats.computed_tokens_total,
+            output_tokens_total=self._outputs,
+        )
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+        self._device.pool.check_integrity()
+        live = {key for key, room in self._rooms.items() if self._scheduler.get(key) is room.request}
+        assert live == self._rooms.keys(), "a room outlived its request"
+        assert self.journal.live == live, "the journal knows other rooms"
+        for room in self._rooms.values():
+            if room.decoding:
+                computed = len(room.token_ids) - 1
+                assert len(room.request.pages) * self._page_size >= computed, "a token has no page"
