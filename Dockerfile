@@ -45,6 +45,7 @@ COPY rpc rpc/
 COPY bootstrap bootstrap/
 COPY prefill_service prefill_service/
 COPY decode_service decode_service/
+COPY unified_service unified_service/
 COPY cli cli/
 RUN pip wheel --no-deps --wheel-dir /dist .
 

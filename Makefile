@@ -7,7 +7,7 @@ STUBS := $(wildcard proto/kvrelay/v1/*.proto)
 # One thread a process: tests run several engine processes side by side.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help demo test test-compose test-gpu check format proto docs bench clean
+.PHONY: help demo test test-compose test-gpu check format proto docs bench bench-scheduler clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -63,6 +63,10 @@ docs: $(INSTALLED)  ## regenerate docs/options.md
 
 bench: $(INSTALLED)  ## what a hand-off costs, side by side with bare prefill
 	$(BIN)/python benchmarks/handoff.py
+
+bench-scheduler: $(INSTALLED)  ## what scheduling costs, and what each policy is worth (4 minutes)
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python -m benchmarks.cache_order
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

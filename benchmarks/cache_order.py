@@ -42,7 +42,8 @@ COST = HERE / "data" / "cost_model.json"
 PICTURES = HERE.parent / "docs" / "img"
 
 SHARED, OWN, BURST_PAGE = 20_000, 200, 16
-AIM = 1.02  # tokens computed over the fewest that do, with lpm
+AIM = 1.02  # tokens computed over the fewest that do,
+AIMED_AT = "lpm, dedup_weighed"  # which is what `--policy lpm` alone gives
 CHUNK = 2_048  # of the trace: the default
 LONG_CHUNK = 8_192  # what forward_target shortens
 BURST_BUDGETS = ((2_048, 16_384), (8_192, 16_384), (16_384, 16_384), (None, 10**6))  # chunk_size, max_prefill_tokens
@@ -54,8 +55,11 @@ Options = Mapping[str, object]
 Variants = dict[str, Options]
 
 
+PLAIN: Options = {"dedup_weighed": False}  # the reference's own deduplication
+
+
 def policies() -> Variants:
-    return {str(policy): {"policy": policy} for policy in Policy}
+    return {str(policy): {**PLAIN, "policy": policy} for policy in Policy}
 
 
 def options_of(policy: Policy, target: float) -> Variants:
@@ -68,18 +72,18 @@ def options_of(policy: Policy, target: float) -> Variants:
         "chunks of 8192": {"chunk_size": LONG_CHUNK},
         "forward_target": {"chunk_size": LONG_CHUNK, "forward_target": target},
     }
-    return {f"{policy}, {name}": {"policy": policy, **given} for name, given in options.items()}
+    return {f"{policy}, {name}": {**PLAIN, "policy": policy, **given} for name, given in options.items()}
 
 
 def more_of_section_6() -> Variants:
     return {
-        "lpm-aged, credit 1": {"policy": Policy.LPM_AGED, "age_credit": 1.0},
+        "lpm-aged, credit 1": {**PLAIN, "policy": Policy.LPM_AGED, "age_credit": 1.0},
         "hrrn, dedup_weighed": {"policy": Policy.HRRN, "dedup_weighed": True},
     }
 
 
 def evictions() -> Variants:
-    return {f"lpm, evict {order}": {"policy": Policy.LPM, "eviction": order} for order in Eviction}
+    return {f"lpm, evict {order}": {**PLAIN, "policy": Policy.LPM, "eviction": order} for order in Eviction}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,10 @@ def report_burst(requests: int, cost: CostModel, processes: int) -> None:
         line = [next(found) for _ in BURST_BUDGETS]
         ratios = [outcome.computed_tokens / fewest for outcome in line]
         rows.append([name, *(f"{ratio:.3f}" for ratio in ratios), seconds(line[0].mean_ttft)])
-        if name == Policy.LPM:
+        if name == AIMED_AT:
             verdict = "PASS" if ratios[0] <= AIM else "over"
     print(as_table(head, rows))
-    print(f"\nAim: at most {AIM} with lpm at the default budgets: {verdict}.")
+    print(f"\nAim: at most {AIM} with lpm and all other options at their defaults, as in {AIMED_AT!r}: {verdict}.")
 
 
 # ---- trace ----
@@ -231,8 +235,6 @@ class Replays:
         print(as_table(HEAD, outcome_rows(self.run(variants, num_pages, slow), trace.ideal_hit_rate)), flush=True)
 
     def draw(self, found: Mapping[str, Mapping[str, Outcome]], pictures: Path, suffix: str) -> None:
-        first = next(iter(found.values()))
-        names = [name for name in first if "evict" not in name]
         what: dict[str, tuple[str, float, Callable[[Outcome, Outcome], float]]] = {
             "hits": ("Cached tokens found, over those a cache without end finds", 1.0, self._hits),
             "ttft": (
@@ -244,7 +246,7 @@ class Replays:
         }
         pictures.mkdir(parents=True, exist_ok=True)
         for kind, (title, most, value) in what.items():
-            bars = {name: [value(one[name], one[Policy.FCFS]) for one in found.values()] for name in names}
+            bars = {name: [value(one[name], one[Policy.FCFS]) for one in found.values()] for name in policies()}
             path = pictures / f"cache-order-{kind}{suffix}.svg"
             path.write_text(bar_chart(title, [f"{pool} pool" for pool in found], bars, most=most))
             print(f"wrote {path}")

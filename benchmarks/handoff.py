@@ -30,6 +30,7 @@ import grpc
 
 from cli.cluster import Cluster, Interrupts, claim_address, plan_cluster
 from engine.core.node_config import NodeConfig
+from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
 from kvrelay.v1 import generation_pb2_grpc, types_pb2
 

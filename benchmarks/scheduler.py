@@ -3,7 +3,8 @@
     python benchmarks/scheduler.py [--quick]
 
     order     one sort of the waiting queue, each policy: 128, 2,048 and 10,000 requests of 2,000 tokens, half of which
-              share their first 1,000. Each time in the order of arrival, the worst case of a sort that is stable.
+              share their first 1,000. Each time in the order of arrival, the worst case of a sort that is stable; the
+              cache knows 10,000 prompts at any length of the queue
                 empty   nothing is cached, no match is known
                 cold    of each prompt its first 1,000 tokens are cached, no match is known: all are searched for
                 warm    the same, and the matches of the pass before are known, as in every pass but the first
@@ -62,7 +63,7 @@ class Sizes:
     rounds: int
 
 
-FULL = Sizes((128, AT, 10_000), (1_000, 10_000, 100_000), (128, AT), 7)
+FULL = Sizes((128, AT, 10_000), (1_000, 10_000, 100_000), (128, AT), 5)
 QUICK = Sizes((128, AT), (1_000, 10_000), (128,), 3)
 
 
@@ -124,50 +125,47 @@ def fill(cache: PrefixCache, allocator: PageAllocator, chains: Iterable[Sequence
 # ---- order ----
 
 
-def measure_orders(tasks: list[PrefillTask], rounds: int) -> dict[tuple[Policy, str], float]:
-    """Median seconds of one sort."""
+def orders(cache: PrefixCache) -> dict[str, QueueOrder]:
+    plain = {str(policy): QueueOrder(policy, cache, PAGE) for policy in Policy}
+    return plain | {"lpm, dedup_weighed": QueueOrder(Policy.LPM, cache, PAGE, dedup_weighed=True)}
+
+
+def measure_orders(tasks: list[PrefillTask], counts: Sequence[int], rounds: int) -> dict[tuple[str, str, int], float]:
+    """Median seconds of one sort. The cache knows all of `tasks` at any count, and each sort takes other requests."""
     allocator = PageAllocator(len(tasks) * KNOWN)
     cache = PrefixCache(allocator)
     arrived = waiting_requests(tasks, cache)
     running = Counter({f"route {number}": number for number in range(0, ROUTES, 2)})
-    times: defaultdict[tuple[Policy, str], list[float]] = defaultdict(list)
+    times: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
 
-    def rounds_of(state: str, prepare: Callable[[PrefillRequest], None]) -> None:
-        for number in range(rounds + 1):
-            for policy in Policy:
-                order, queue = QueueOrder(policy, cache, PAGE), list(arrived)
-                for request in queue:
-                    prepare(request)
-                took = seconds(lambda q=queue, o=order: o.sort(q, processed_tokens=10**6, running_keys=running))  # type: ignore[misc]
-                if number:  # the first warms up
-                    times[policy, state].append(took)
+    def rounds_of(state: str, *, hinted: bool) -> None:
+        for number, (name, order), count in itertools.product(range(rounds + 1), orders(cache).items(), counts):
+            for request in arrived:
+                request.observe(cache.match(request.keys, request.node) if hinted else cache.root, PAGE)
+            first = (number * len(counts) + len(times)) * count % (len(arrived) - count + 1)
+            queue = arrived[first : first + count]
+            took = seconds(lambda q=queue, o=order: o.sort(q, processed_tokens=10**6, running_keys=running))  # type: ignore[misc]
+            if number:  # the first warms up
+                times[name, state, count].append(took)
 
-    def forget(request: PrefillRequest) -> None:
-        request.observe(cache.root, PAGE)
-
-    def know(request: PrefillRequest) -> None:
-        request.observe(cache.match(request.keys), PAGE)
-
-    rounds_of("empty", forget)
+    rounds_of("empty", hinted=False)
     fill(cache, allocator, (request.keys[:KNOWN] for request in arrived))
     gc.collect()
-    rounds_of("cold", forget)
-    rounds_of("warm", know)
+    rounds_of("cold", hinted=False)
+    rounds_of("warm", hinted=True)
     return {key: statistics.median(values) for key, values in times.items()}
 
 
 def print_orders(sizes: Sizes, rng: random.Random) -> None:
-    tasks = make_tasks(max(sizes.requests), rng)
-    found = {count: measure_orders(tasks[:count], sizes.rounds) for count in sizes.requests}
+    found = measure_orders(make_tasks(max(sizes.requests), rng), sizes.requests, sizes.rounds)
     least, most = min(sizes.requests), max(sizes.requests)
     print(
         f"\norder: ms a sort, us a request; aim < {ORDER_MS:g} ms at {AT:,}, and a request costs the same at any length"
     )
-    print(
-        f"{'policy':<23} {'state':<6}", *(f"{f'{count:,}':>8} {'us':>6}" for count in sizes.requests), "   aim", "flat"
-    )
-    for policy, state in itertools.product(Policy, ("empty", "cold", "warm")):
-        each = {count: found[count][policy, state] for count in sizes.requests}
+    heads = (f"{f'{count:,}':>8} {'us':>6}" for count in sizes.requests)
+    print(f"{'policy':<23} {'state':<6}", *heads, "   aim", f"us at {most:,} / at {least:,}")
+    for policy, state in dict.fromkeys((policy, state) for policy, state, _ in sorted(found)):
+        each = {count: found[policy, state, count] for count in sizes.requests}
         cells = (f"{took * 1e3:>8.2f} {took / count * 1e6:>6.2f}" for count, took in each.items())
         flat = (each[most] / most) / (each[least] / least)
         print(f"{policy:<23} {state:<6}", *cells, f"  {verdict(each[AT] * 1e3, ORDER_MS):<4} x{flat:.2f}")

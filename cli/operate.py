@@ -147,10 +147,12 @@ def _node_cells(node: admin_pb2.Node) -> dict[str, str]:
         "state": node_state(node),
         "pages": str(s.pages_total),
         **{name: str(getattr(s, f"pages_{name}")) for name in ("free", "cached", "held", "fenced")},
+        **{f"host {name}": str(getattr(s, f"host_pages_{name}")) for name in ("free", "cached")},
         **{name: str(getattr(s, name)) for name in _REQUESTS},
         "room (tokens)": str(s.head_room) if node.role == types_pb2.ROLE_DECODE else "-",
         "tokens/s": f"{s.tokens_per_second:.0f}",
         "cache hits": f"{s.cached_tokens_total / looked_up:.0%}" if looked_up else "-",
+        "host hits": f"{s.host_hit_tokens_total / looked_up:.0%}" if s.host_hit_tokens_total else "-",
         "relayed": bytes_text(s.relayed_bytes_total),
         "seen": f"{node.heartbeat_age:.1f} s",
     }

@@ -10,6 +10,7 @@ Which reservation is admitted is `admission`'s decision; this file only carries 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -300,8 +301,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         while len(needy) > self._allocator.available:
             if len(running) == 1:
                 return self._last_one_needs(needy[0])
-            # By tokens over all attempts: else one that came back would always be the next to go.
-            victim = min(running, key=lambda room: (room.last_index, room.reservation.first_index - room.prompt))
+            victim = min(running, key=self._loss)
             self._fail(victim, HandoffState.DECODING, "retracted: out of pages", retriable=True)
             running.remove(victim)
             if victim in needy:
@@ -309,6 +309,18 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         for room in needy:
             room.pages.extend(self._allocator.allocate(1, room.key))
         return running
+
+    def _loss(self, room: DecodeRoom) -> tuple[float, int, int]:
+        """Least for the one to retract first: the least important where priorities count, then who has fewest tokens.
+
+        By tokens over all attempts: else one that came back would always be the next to go.
+        """
+        priority, options = room.reservation.priority, self._options
+        rank = 0.0
+        if options.priority_scheduling:
+            sign = -1 if options.low_priority_first else 1
+            rank = -math.inf if priority is None else sign * priority
+        return (rank, room.last_index, room.reservation.first_index - room.prompt)
 
     def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:
         """Nobody else runs and no page is free: pages that arrive or are fenced will come back, unless it needs all."""

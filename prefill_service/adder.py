@@ -7,7 +7,9 @@
 
 `admit` locks the request's match while it decides, which lowers `total` and `current` by what the lock protects; a
 refusal takes the lock back and changes nothing. What is admitted keeps its lock and is charged. No page is allocated
-here.
+here. Pages of the match that are on the host are charged to `total` and `current` like pages to compute, and to
+nothing else: they are copied to the device before the forward. It is all of them or no admission, since to compute
+their tokens again would take as much memory.
 
 Chunks end on page boundaries, except the one that ends the prompt, and one prompt at most is partly computed: the
 continuation. It goes first, and when memory is too short for a page of it nobody else is admitted, so that what is
@@ -24,7 +26,7 @@ from engine.core.journal import Accounts, Refusal
 from engine.core.room_budget import CLIP_NEW_TOKENS
 from engine.core.types import ceil_div
 from engine.device.page_allocator import PageAllocator
-from prefill_service.prefix_cache import PrefixCache
+from prefill_service.prefix_cache import Node, PrefixCache
 from prefill_service.request import PrefillRequest
 
 __all__ = ["Accounts", "Adder", "Attempt", "DecodeRow", "Verdict", "running_growth", "shortest_first_limit"]
@@ -53,6 +55,7 @@ class Attempt:
     need: int  # memory that must be there for it to be admitted at all,
     room: float  # and what there was once its own prefix was locked: need < room
     refusal: Refusal | None = None
+    loaded: int = 0  # of the prefix, to be copied from the host first
 
     @property
     def short(self) -> float:
@@ -104,6 +107,7 @@ class Adder:
         self._rem_chunk = None if chunk_size is None else chunk_size - mixed
         self._total_used = mixed + growth
         self._current_used = mixed
+        self._loads: set[Node] = set()  # nodes on the host that what was admitted brings back
 
     def accounts(self) -> Accounts:
         memory = (self._allocator.available + self._cache.evictable) * self._page_size
@@ -141,7 +145,9 @@ class Adder:
         node = request.reusable(self._page_size)
         prefix = node.depth * self._page_size
         wanted = request.length - prefix
-        need = self._need(request, prefix, wanted)
+        loads = self._on_host(node)
+        loaded = len(loads) * self._page_size
+        need = self._need(request, prefix, wanted) + loaded
         if spare is not None and (held := self.holds(request)) >= spare:
             return _refused(request, prefix, wanted, before, held, spare, Refusal.SPARE)
         self._cache.lock(node)
@@ -154,7 +160,16 @@ class Adder:
         request.computed = prefix
         if extend < wanted:
             self.continuation = request
-        return self._commit(request, prefix, wanted, extend, before, need, room)
+        self._loads.update(loads)
+        return self._commit(request, prefix, wanted, extend, before, need, room, loaded)
+
+    def _on_host(self, node: Node) -> list[Node]:
+        """What the chain down to `node` has on the host, and nobody admitted before brings back."""
+        found = []
+        while node.host >= 0 and node not in self._loads:
+            found.append(node)
+            node = node.parent
+        return found
 
     def _need(self, request: PrefillRequest, prefix: int, wanted: int) -> int:
         if not self._decodes:
@@ -185,7 +200,15 @@ class Adder:
         return extend, None
 
     def _commit(
-        self, request: PrefillRequest, prefix: int, wanted: int, extend: int, before: Accounts, need: int, room: float
+        self,
+        request: PrefillRequest,
+        prefix: int,
+        wanted: int,
+        extend: int,
+        before: Accounts,
+        need: int,
+        room: float,
+        loaded: int = 0,
     ) -> Attempt:
         assert 0 < extend <= wanted
         request.end = prefix + extend
@@ -194,11 +217,11 @@ class Adder:
         if self._rem_chunk is not None:
             self._rem_chunk -= charge
         growth = min(request.max_new, CLIP_NEW_TOKENS) if self._decodes else 1
-        self._current_used += charge + self._page_size
-        self._total_used += charge + self._page_size + (growth if extend == wanted else 0)
+        self._current_used += loaded + charge + self._page_size
+        self._total_used += loaded + charge + self._page_size + (growth if extend == wanted else 0)
         after = self.accounts()
         chunked, verdict = extend < wanted, _state(after)
-        attempt = Attempt(request, prefix, wanted, extend, chunked, verdict, before, after, need, room)
+        attempt = Attempt(request, prefix, wanted, extend, chunked, verdict, before, after, need, room, loaded=loaded)
         self.admitted.append(attempt)
         return attempt
 

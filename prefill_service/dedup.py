@@ -8,6 +8,7 @@ than a forward costs does not wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prefill_service.request import PrefillRequest
@@ -30,14 +31,15 @@ def leaders(
     must go waits.
     """
     pages = int(cost_tokens // page_size)  # so pages[: pages + 1] of what is shared are worth more than the cost
-    groups: dict[bytes, list[PrefillRequest]] = {}
-    for request in queue:
-        at = request.node.depth + pages
-        if at < len(request.keys):
-            groups.setdefault(request.keys[at], []).append(request)
     ahead = None
     if continuation is not None and (at := continuation.computed // page_size + pages) < len(continuation.keys):
         ahead = continuation.keys[at]
+    marks = {r: r.keys[at] for r in queue if (at := r.node.depth + pages) < len(r.keys)}
+    counts = Counter(marks.values())
+    groups: dict[bytes, list[PrefillRequest]] = {m: [] for m, count in counts.items() if count > 1 or m == ahead}
+    for request, mark in marks.items():
+        if mark in groups:
+            groups[mark].append(request)
     waits = {}
     for key, group in groups.items():
         if continuation is not None and key == ahead:

@@ -51,6 +51,7 @@ from prefill_service.journal import PassJournal, PassLog
 from prefill_service.prefix_cache import PrefixCache
 from prefill_service.request import PrefillRequest
 from prefill_service.scheduler import BatchRow, PassRecord, PrefillBatch, Scheduler, SendSpan
+from prefill_service.tier_copier import TierCopier
 from transfer.agent import TransferAgent
 from transfer.sender import PageSender, Quiesced, SenderEvent, Sent, WriteFailed, WritesDone
 
@@ -91,7 +92,9 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._device = device
         self._page_size = device.layout.page_size
         allocator = PageAllocator(device.pool.num_pages)
-        self._cache = PrefixCache(allocator, config.scheduler.eviction)
+        host = None if device.host_pool is None else PageAllocator(device.host_pool.num_pages)
+        self._cache = PrefixCache(allocator, config.scheduler.eviction, host)
+        self._copier = TierCopier(device.pool, device.host_pool)
         self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass)
         self._agent = agent
         self._sender = PageSender(
@@ -231,9 +234,10 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         if self._sender.failure is not None:
             raise RuntimeError("the transfer thread has ended") from self._sender.failure
         self._batch = batch = self._scheduler.next_batch()
+        self._computing = batch is not None
+        self._copier.execute(self._scheduler.take_copies())
         if batch is None:
             return False
-        self._computing = True
         self._open([row for row in batch.rows if row.admitted])
         started = self.clock()
         logits = self._device.runner.forward(
@@ -345,6 +349,10 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             computed_tokens_total=stats.computed_tokens_total,
             output_tokens_total=self._outputs,
             relayed_bytes_total=self._relayed_bytes,
+            host_pages_total=stats.host_pages,
+            host_pages_free=stats.host_free,
+            host_pages_cached=stats.host_pages - stats.host_free,
+            host_hit_tokens_total=stats.host_hit_tokens_total,
         )
 
     def check_integrity(self) -> None:

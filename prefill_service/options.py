@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.core.config import option
+from engine.core.config import Bytes, option
 from prefill_service.policy import Policy, combination_problems
 from prefill_service.prefix_cache import Eviction
 
@@ -27,17 +27,20 @@ class SchedulerConfig:
     max_batch_requests: int | None = option(None, "requests in one forward; none: no limit", low=1)
     prefix_cache: bool = option(True, "keep computed pages for later requests that start the same")
     eviction: Eviction = option(Eviction.LRU, "which cached pages leave first when memory is short")
+    host_kv_memory: Bytes | None = option(
+        None, "host memory for cached pages that the page pool has no room for any more; none: they are gone", low=1
+    )
     priority_scheduling: bool = option(False, "order by the priority of requests first (policies fcfs and lof)")
     low_priority_first: bool = option(False, "smaller priorities run first, and larger ones are evicted first")
     refuse_priority: bool = option(
         False, "refuse requests with a priority instead of ignoring it while priorities are off"
     )
     dedup_shared_tokens: int = option(
-        32, "of waiting requests that share this many first tokens, one goes first and fills the cache; -1: off", low=-1
+        32, "without dedup_weighed: of those that share this many first tokens, one goes first; -1: off", low=-1
     )
     dedup_cached_tokens: int = option(32, "only requests with at most this many tokens cached wait so; -1: off", low=-1)
     dedup_weighed: bool = option(
-        False, "instead: a request waits for the shortest that shares more tokens with it than a forward costs"
+        True, "with policies that match: a request waits for the shortest that shares more with it than a forward costs"
     )
     dedup_cost_tokens: int = option(
         256, "what one more forward costs a request, until that has been measured", unit="tokens", low=0
@@ -65,10 +68,9 @@ class SchedulerConfig:
 
     def problems(self) -> Iterable[str]:
         yield from combination_problems(
-            self.policy,
-            cache_enabled=self.prefix_cache,
-            priorities=self.priority_scheduling,
-            dedup_weighed=self.dedup_weighed,
+            self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling
         )
+        if self.host_kv_memory is not None and not self.prefix_cache:
+            yield "host_kv_memory is for cached pages, and prefix_cache is off: there are none"
         if self.forward_target is not None and self.chunk_size is None:
             yield "forward_target says how prompts are cut, and chunk_size is none: they are not"

@@ -23,8 +23,8 @@ The bound of lpm-aged. Let W = the longest prompt that waits / credit, in tokens
 arrives after W tokens were processed since r arrived is never ordered before r: its match, shorter than its prompt, is
 worth less than r's lead in age. Nor does deduplication break this, since whoever arrived W ago is late no more. So what
 runs before r is at most what had arrived by then, however well newcomers match. A smaller credit orders more like lpm,
-a larger one more like fcfs. On simulated queues of prompts with 24 common beginnings, more than the pool holds, 0.03 had
-the hit rate of lpm and a shorter longest wait; from 0.1 on, hits were lost and everybody waited longer.
+a larger one more like fcfs. On simulated queues of prompts with 24 common beginnings, more than the pool holds, 0.03
+had the hit rate of lpm and a shorter longest wait; from 0.1 on, hits were lost and everybody waited longer.
 
 slack without a cost model that has measured enough is earliest deadline first. It uses matches, but needs none: without
 a prefix cache everything is uncached, and the policy stays.
@@ -71,17 +71,11 @@ _WITH_PRIORITIES = frozenset({Policy.FCFS, Policy.LOF})
 _LIMITED = frozenset({Policy.LPM, Policy.HRRN})  # those that prefix_match_queue_limit concerns
 
 
-def combination_problems(
-    policy: Policy, *, cache_enabled: bool, priorities: bool, dedup_weighed: bool
-) -> Iterator[str]:
+def combination_problems(policy: Policy, *, cache_enabled: bool, priorities: bool) -> Iterator[str]:
     """Why these options cannot go together."""
-    for on, name, allowed in (
-        (priorities, "priority scheduling", _WITH_PRIORITIES),
-        (dedup_weighed, "weighed deduplication", _WEIGHED),
-    ):
-        if on and policy not in allowed:
-            names = ", ".join(p for p in Policy if p in allowed)
-            yield f"{name} does not go with policy {policy}; it goes with: {names}"
+    if priorities and policy not in _WITH_PRIORITIES:
+        allowed = ", ".join(p for p in Policy if p in _WITH_PRIORITIES)
+        yield f"priority scheduling does not go with policy {policy}; it goes with: {allowed}"
     if not cache_enabled and policy is Policy.SHORTEST:
         yield f"policy {policy} needs the prefix cache, which is off"
 
@@ -122,8 +116,8 @@ class QueueOrder:
         self._page_size = page_size
         self._priorities = priorities
         self._sign = 1 if low_priority_first else -1
-        self._dedup_cached_tokens = dedup_cached_tokens if policy in _CACHE_AWARE and not dedup_weighed else -1
         self._dedup_weighed = dedup_weighed and policy in _WEIGHED
+        self._dedup_cached_tokens = dedup_cached_tokens if policy in _CACHE_AWARE and not self._dedup_weighed else -1
         self._dedup_cost_tokens = dedup_cost_tokens
         self._match_limit = match_limit
         self._age_credit = age_credit
@@ -185,7 +179,7 @@ class QueueOrder:
     def admissible(self, queue: Sequence[PrefillRequest]) -> Sequence[PrefillRequest]:
         """Those of an ordered queue that this pass may admit: all but who had better wait for a leader.
 
-        Never none of them while nothing is partly computed, for leaders do not wait.
+        Somebody can always run: leaders do not wait, and are in the queue or partly computed.
         """
         return [r for r in queue if not r.deprioritized] if self._dedup_weighed else queue
 

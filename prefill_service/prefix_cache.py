@@ -156,7 +156,7 @@ class PrefixCache:
             return
         while True:
             self._protected -= node.host < 0
-            if node.evictable:
+            if node.resident == 0 and node.evictable:
                 self._offer(node)
             node = node.parent
             node.guarded -= 1
@@ -177,12 +177,13 @@ class PrefixCache:
     def insert(
         self, node: Node, keys: Sequence[bytes], pages: list[int], owner: Hashable, priority: float = -math.inf
     ) -> Node:
-        """Cache the pages after `node` of a chain, as far as `keys` go; return the deepest node.
+        """Cache the pages after `node`, which is on the device, as far as `keys` go; return the deepest node.
 
         pages[i] holds the KV of keys[i], and those from node.depth on belong to `owner`. A page whose key is cached
         on the device already is a duplicate: its place in `pages` is given the cached page, then the duplicate is
         freed. Where a key is on the host, the new page takes the place of the one there.
         """
+        assert node.host < 0
         self._now += 1
         fresh, duplicates = [], []
         for i in range(node.depth, len(keys)):
@@ -203,7 +204,7 @@ class PrefixCache:
         self._allocator.free(duplicates, owner)
         if priority > node.priority:
             node.priority = priority
-        self._stamp(node)
+        node.stamp = self._now
         if node.evictable:
             self._offer(node)
         return node
@@ -222,6 +223,7 @@ class PrefixCache:
 
     def load(self, node: Node) -> None:
         """Bring the chain down to `node`, which is locked, back to the device. Its pages must be free there."""
+        assert node.locks or node.guarded
         away = []
         while node.host >= 0:
             away.append(node)

@@ -96,3 +96,6 @@ class SchedulerStats:
     requests_total: int  # submitted
     computed_tokens_total: int
     cached_tokens_total: int  # not computed, since they were found
+    host_pages: int  # of the host pool
+    host_free: int
+    host_hit_tokens_total: int  # of those cached: brought back from the host for it

@@ -31,6 +31,7 @@ from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Adder, Attempt, shortest_first_limit
 from prefill_service.admission import Admission
 from prefill_service.cost_model import CostModel
+from prefill_service.host_tier import TierCopies
 from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy, QueueOrder, without_cache
 from prefill_service.preemption import Ranking, choose_victims
@@ -115,6 +116,7 @@ class Scheduler:
         self._submitted = 0
         self._computed_tokens = 0
         self._cached_tokens = 0
+        self._host_hit_tokens = 0
 
     # ---- requests come and go ----
 
@@ -242,6 +244,7 @@ class Scheduler:
     def next_batch(self, mixed: int = 0, slots: int | None = None) -> PrefillBatch | None:
         """Decide about the next forward and allocate its pages. None when nothing can run now.
 
+        Either way `take_copies` comes next.
         mixed: decode rows that share the forward. slots: requests that may be admitted; None: no limit. Either may
         change what is in flight, since requests may be preempted.
         """
@@ -272,6 +275,13 @@ class Scheduler:
             return None
         self._forward = PrefillBatch(rows)
         return self._forward
+
+    def take_copies(self) -> TierCopies:
+        """Copies between device and host pool that are owed since the last call, because of `grow` or `next_batch`.
+
+        The caller executes them before it writes, sends or computes on any page.
+        """
+        return self._cache.take_copies()
 
     def complete_forward(self, batch: PrefillBatch, seconds: float | None = None) -> list[SendSpan]:
         """The forward of `batch` is done: cache its whole pages and name those that may be sent now.
@@ -385,8 +395,14 @@ class Scheduler:
         """Allocate the pages of what was admitted, evicting what is missing, which its accounts have made sure of."""
         granted = [attempt for attempt in attempts if attempt.extend]
         requests = [attempt.request for attempt in granted]
+        covered = [r.node.depth if r.state is RequestState.WAITING else len(r.pages) for r in requests]
+        missing = [ceil_div(r.end, self._page_size) - count for r, count in zip(requests, covered, strict=True)]
+        loaded = sum(attempt.loaded for attempt in granted)
+        self._host_hit_tokens += loaded
+        self._cache.evict(max(0, loaded // self._page_size + sum(missing) - self._allocator.available))
         for request in requests:
             if request.state is RequestState.WAITING:
+                self._cache.load(request.node)
                 request.state = RequestState.RUNNING
                 request.pages = self._cache.pages(request.node)
                 request.sent = request.node.depth
@@ -394,8 +410,6 @@ class Scheduler:
                 request.times.stamp(LifetimeEvent.ADMITTED)
                 self._cache.use(request.node)
                 self._cached_tokens += request.cached_tokens
-        missing = [ceil_div(request.end, self._page_size) - len(request.pages) for request in requests]
-        self._cache.evict(max(0, sum(missing) - self._allocator.available))
         rows = []
         for request, count in zip(requests, missing, strict=True):
             request.pages += self._allocator.allocate(count, request.key)
@@ -410,7 +424,7 @@ class Scheduler:
         cache, page_size = self._cache, self._page_size
         for request in self._from_the_back():
             request.observe(cache.match(request.keys, request.node), page_size)
-            cache.touch(request.node)
+            cache.touch(request.node, request.keys)
 
     def _from_the_back(self) -> Iterator[PrefillRequest]:
         yield from reversed(self._bootstrap.values())
@@ -503,6 +517,9 @@ class Scheduler:
             requests_total=self._submitted,
             computed_tokens_total=self._computed_tokens,
             cached_tokens_total=self._cached_tokens,
+            host_pages=self._cache.host_pages,
+            host_free=self._cache.host_free,
+            host_hit_tokens_total=self._host_hit_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -525,5 +542,6 @@ class Scheduler:
             assert request.pages[: request.node.depth] == self._cache.pages(request.node)
             assert len(request.private_pages) == self._allocator.owned(request.key)
         stats = self.stats()
+        assert min((page for request in admitted for page in request.pages), default=0) >= 0, "a page is not there yet"
         assert stats.held == sum(len(request.private_pages) for request in admitted)
         assert stats.free + stats.evictable + stats.protected + stats.held == stats.num_pages

@@ -23,7 +23,7 @@ def main(config: PrefillConfig) -> int:
     def build(identity: NodeIdentity, metrics: Metrics, stack: ExitStack) -> tuple[PrefillEngine, Registration]:
         path = config.scheduler.log_passes
         pass_log = None if path is None else stack.enter_context(closing(PassLog(path, identity.node_id)))
-        device = set_up_device(config.node)
+        device = set_up_device(config.node, host_kv_memory=config.scheduler.host_kv_memory)
         agent = stack.enter_context(closing(TransferAgent(identity, device.memory)))
         return PrefillEngine(device, config, agent, metrics, pass_log=pass_log), Registration(
             identity=identity,

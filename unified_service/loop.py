@@ -44,6 +44,7 @@ from prefill_service.preemption import Ranking
 from prefill_service.prefix_cache import PrefixCache
 from prefill_service.request import PrefillRequest
 from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler
+from prefill_service.tier_copier import TierCopier
 from unified_service.config import UnifiedConfig
 from unified_service.new_token_ratio import NewTokenRatio
 from unified_service.room import UnifiedRoom
@@ -76,7 +77,9 @@ class UnifiedEngine(EngineLoop[None]):
         self._page_size = device.layout.page_size
         self._num_pages = device.pool.num_pages
         allocator = PageAllocator(self._num_pages)
-        self._cache = PrefixCache(allocator, config.scheduler.eviction)
+        host = None if device.host_pool is None else PageAllocator(device.host_pool.num_pages)
+        self._cache = PrefixCache(allocator, config.scheduler.eviction, host)
+        self._copier = TierCopier(device.pool, device.host_pool)
         self._scheduler = Scheduler(
             config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass, decoding=self
         )
@@ -207,10 +210,11 @@ class UnifiedEngine(EngineLoop[None]):
         if batch is not None and not mixed:
             decoding = []
         decoding = [room for room in decoding if room.decoding]  # some may have been preempted
-        if batch is None and not decoding:
-            return False
         prefilling = [self._rooms[row.request.key] for row in batch.rows] if batch else []
         self._forward_of = prefilling + decoding
+        self._copier.execute(self._scheduler.take_copies())
+        if not self._forward_of:
+            return False
         self._say_admitted(prefilling)
         started = self.clock()
         logits = self._forward([*self._prefill_rows(batch), *(room.row for room in decoding)])
@@ -309,6 +313,10 @@ class UnifiedEngine(EngineLoop[None]):
             cached_tokens_total=stats.cached_tokens_total,
             computed_tokens_total=stats.computed_tokens_total,
             output_tokens_total=self._outputs,
+            host_pages_total=stats.host_pages,
+            host_pages_free=stats.host_free,
+            host_pages_cached=stats.host_pages - stats.host_free,
+            host_hit_tokens_total=stats.host_hit_tokens_total,
         )
 
     def check_integrity(self) -> None:

@@ -22,7 +22,7 @@ def main(config: UnifiedConfig) -> int:
     def build(identity: NodeIdentity, metrics: Metrics, stack: ExitStack) -> tuple[UnifiedEngine, Registration]:
         path = config.scheduler.log_passes
         pass_log = None if path is None else stack.enter_context(closing(PassLog(path, identity.node_id)))
-        device = set_up_device(config.node)
+        device = set_up_device(config.node, host_kv_memory=config.scheduler.host_kv_memory)
         return UnifiedEngine(device, config, metrics, pass_log=pass_log), Registration(
             identity=identity,
             role=Role.UNIFIED,

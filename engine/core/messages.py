@@ -131,6 +131,10 @@ class NodeStats:
     output_tokens_total: int = 0
     relayed_bytes_total: int = 0
     retractable: int = 0
+    host_pages_total: int = 0
+    host_pages_free: int = 0
+    host_pages_cached: int = 0
+    host_hit_tokens_total: int = 0
 
     @property
     def idle(self) -> bool:

@@ -132,10 +132,14 @@ class Metrics:
         return generate_latest(self.registry).decode()
 
 
-_PAGES = ("free", "cached", "held", "fenced")
-_REQUESTS = ("ungranted", "waiting", "running", "transferring")
+_BY_STATE = (  # metric, help text, beginning of the fields' names, states
+    ("pages", "Pages, by who has them", "pages_", ("free", "cached", "held", "fenced")),
+    ("host_pages", "Pages of the host tier, by who has them", "host_pages_", ("free", "cached")),
+    ("requests", "Requests, by where they are", "", ("ungranted", "waiting", "running", "transferring")),
+)
 _GAUGES = {
     "pages_total": "Pages of the pool",
+    "host_pages_total": "Pages of the host tier",
     "queued_tokens": "Uncached prompt tokens not yet computed",
     "tokens_per_second": "Measured rate: output tokens of a decode node, computed prompt tokens of any other",
     "head_room": "Tokens that decode admission would still accept",
@@ -146,6 +150,7 @@ _GAUGES = {
 _COUNTERS = {
     "requests_total": "Requests taken in",
     "cached_tokens_total": "Prompt tokens found in the prefix cache",
+    "host_hit_tokens_total": "Of those, tokens brought back from the host tier",
     "computed_tokens_total": "Prompt tokens computed",
     "output_tokens_total": "Tokens sampled",
     "relayed_bytes_total": "KV bytes written to decode nodes, or arrived on one",
@@ -168,15 +173,12 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         nodes = self._stats
         who = ("node", "role")
-        pages = GaugeMetricFamily("kvrelay_node_pages", "Pages, by who has them", labels=(*who, "state"))
-        requests = GaugeMetricFamily("kvrelay_node_requests", "Requests, by where they are", labels=(*who, "state"))
-        for node, stats in nodes.items():
-            for state in _PAGES:
-                pages.add_metric((*node, state), getattr(stats, f"pages_{state}"))
-            for state in _REQUESTS:
-                requests.add_metric((*node, state), getattr(stats, state))
-        yield pages
-        yield requests
+        for name, help_text, prefix, states in _BY_STATE:
+            gauge = GaugeMetricFamily(f"kvrelay_node_{name}", help_text, labels=(*who, "state"))
+            for node, stats in nodes.items():
+                for state in states:
+                    gauge.add_metric((*node, state), getattr(stats, prefix + state))
+            yield gauge
         for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, help_text in names.items():
                 metric = family(f"kvrelay_node_{name}", help_text, labels=who)

@@ -35,15 +35,18 @@ class KVPool:
     """K and V of `num_pages` pages, page-first: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]``.
 
     All layers of a page lie together, so page p is the `page_bytes` bytes from `base_address + p * page_bytes`.
+    pinned: in host memory that a CUDA device copies to and from at full speed, which the system cannot swap out.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu", *, pinned: bool = False
+    ):
         assert num_pages > 0
         self.layout = layout
         self.num_pages = num_pages
         self.page_bytes = layout.page_bytes
         self.nbytes = num_pages * layout.page_bytes
-        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
         raw = raw[-raw.data_ptr() % _ALIGNMENT :][: self.nbytes]
         # Written once, so that the kernel's page faults happen now and not inside the first requests.
         raw.zero_()

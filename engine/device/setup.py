@@ -29,6 +29,7 @@ class NodeDevice:
     pool: KVPool
     runner: Runner
     max_context: int  # tokens, prompt and answer together
+    host_pool: KVPool | None = None  # in host memory, for pages evicted from `pool`
 
     @property
     def memory(self) -> PoolMemory:
@@ -38,8 +39,13 @@ class NodeDevice:
         )
 
 
-def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) -> NodeDevice:
-    """Prepare and load the model and allocate the pool. Raises ConfigError with the reason when that cannot be."""
+def set_up_device(
+    config: NodeConfig, report: Callable[[str], None] = log.info, *, host_kv_memory: int | None = None
+) -> NodeDevice:
+    """Prepare and load the model and allocate the pool. Raises ConfigError with the reason when that cannot be.
+
+    host_kv_memory: bytes of a second pool, in host memory; None: there is none.
+    """
     model = ensure_prepared(config.model, config.model_dir, report)
     device = _pick(config.device)
     if config.threads is not None:
@@ -51,6 +57,7 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
     if pool_bytes > memory:
         limit = "memory_limit" if memory == config.memory_limit else "the memory of this device"
         raise _pool_refused(num_pages, pool_bytes, f"does not fit in {megabytes(memory)}, {limit}")
+    host_pages = None if host_kv_memory is None else _host_pages(layout, host_kv_memory, device, pool_bytes)
     max_context = config.max_context or model.max_context
     loaded = load_model(
         model,
@@ -68,7 +75,32 @@ def set_up_device(config: NodeConfig, report: Callable[[str], None] = log.info) 
         f"page pool: {num_pages} pages of {layout.page_size} tokens, {layout.page_bytes} bytes each, "
         f"{megabytes(pool_bytes)} on {device}"
     )
-    return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context)
+    host_pool = None if host_pages is None else _host_pool(layout, host_pages, device, report)
+    return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context, host_pool)
+
+
+def _host_pages(layout: PageLayout, budget: int, device: torch.device, pool_bytes: int) -> int:
+    """Pages of a host pool of `budget` bytes, which on a CPU node lies beside the page pool."""
+    there_is = _host_memory() - (0 if device.type == "cuda" else pool_bytes)
+    if not layout.page_bytes <= budget <= there_is:
+        limit = f"{layout.page_bytes}, one page, to {there_is}, the memory of this host"
+        raise ConfigError([f"host_kv_memory is {int(budget)} bytes; allowed: {limit}"])
+    return budget // layout.page_bytes
+
+
+def _host_pool(layout: PageLayout, num_pages: int, device: torch.device, report: Callable[[str], None]) -> KVPool:
+    size = megabytes(num_pages * layout.page_bytes)
+    try:
+        pool = KVPool(layout, num_pages, pinned=device.type == "cuda")
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError([f"host_kv_memory: a pool of {size} cannot be allocated: {reason}"]) from error
+    report(f"host tier: {num_pages} pages, {size} of host memory")
+    return pool
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pool_refused(num_pages: int, pool_bytes: int, why: str) -> ConfigError:
@@ -85,8 +117,5 @@ def _pick(device: Device) -> torch.device:
 
 def _memory(config: NodeConfig, device: torch.device) -> int:
     """Bytes that weights and page pool may take together."""
-    if device.type == "cuda":
-        there_is = int(torch.cuda.mem_get_info(device)[1])
-    else:
-        there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there_is = int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else _host_memory()
     return there_is if config.memory_limit is None else min(config.memory_limit, there_is)

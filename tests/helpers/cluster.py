@@ -1,4 +1,4 @@
-"""A cluster of real processes for tests: one bootstrap, any number of prefill and decode nodes, on loopback.
+"""A cluster of real processes for tests: one bootstrap, any number of nodes of each role, on loopback.
 
 Started through the `kvrelay` command, as a user would. Logs go to files in the test's directory and are shown when
 something does not come up. `settle` is what every test ends with: all pages free or cached, all books in order.
@@ -113,7 +113,7 @@ class Cluster:
         self.processes[name] = process = Process(name, popen, log)
         return process
 
-    def wait_serving(self, prefill: int, decode: int) -> None:
+    def wait_serving(self, prefill: int, decode: int, unified: int = 0) -> None:
         """Until so many nodes of each role serve. Fails at once when a process has died."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -122,7 +122,9 @@ class Cluster:
                 assert code is None, f"{process.name} ended with {code}:\n{process.tail()}"
             try:
                 state = self.generation.GetCluster(generation_pb2.GetClusterRequest(), timeout=2)
-                if state.prefill_nodes >= prefill and state.decode_nodes >= decode:
+                wanted = (prefill, decode, unified)
+                serving = (state.prefill_nodes, state.decode_nodes, state.unified_nodes)
+                if all(there >= needed for there, needed in zip(serving, wanted, strict=True)):
                     return
             except grpc.RpcError:
                 pass
@@ -225,12 +227,15 @@ def cluster(
     *,
     prefill: int = 1,
     decode: int = 1,
+    unified: int = 0,
     node_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
     bootstrap_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """A serving cluster; stopped at the end whatever happens."""
+    """A serving cluster, of unified nodes alone if there are any; stopped at the end whatever happens."""
+    if unified:
+        prefill = decode = 0
     directory.mkdir(parents=True, exist_ok=True)
     made = Cluster(directory, str(model))
     try:
@@ -239,7 +244,9 @@ def cluster(
             made.start("prefill", f"prefill-{i}", *node_flags, *prefill_flags)
         for i in range(decode):
             made.start("decode", f"decode-{i}", *node_flags, *decode_flags)
-        made.wait_serving(prefill, decode)
+        for i in range(unified):
+            made.start("unified", f"unified-{i}", *node_flags)
+        made.wait_serving(prefill, decode, unified)
         yield made
     finally:
         made.close()

@@ -32,8 +32,19 @@ from tests.helpers.models import prepared_tiny
 from transfer.agent import TransferAgent
 from transfer.receiver import ReceiverEvent
 from transfer.sender import SenderEvent
+from unified_service.config import UnifiedConfig, UnifiedOptions
+from unified_service.loop import UnifiedEngine
 
-__all__ = ["PAGE", "Driven", "decode_engine", "introduce", "prefill_engine", "tiny_device"]
+__all__ = [
+    "PAGE",
+    "Driven",
+    "DrivenAlone",
+    "decode_engine",
+    "introduce",
+    "prefill_engine",
+    "tiny_device",
+    "unified_engine",
+]
 
 PAGE = 4
 PATIENCE_S = 10.0
@@ -45,22 +56,21 @@ def _weights() -> PreTrainedModel:
     return load_model(prepared_tiny(), dtype="float32", max_context=512, report=lambda line: None)
 
 
-def tiny_device(num_pages: int) -> NodeDevice:
-    """A tiny model with a pool of `num_pages` pages of PAGE tokens. All devices share the weights."""
+def tiny_device(num_pages: int, host_pages: int | None = None) -> NodeDevice:
+    """A tiny model with a pool of `num_pages` pages of PAGE tokens, and a host pool. All devices share the weights."""
     model = prepared_tiny()
     layout = layout_for(model, PAGE, "float32")
     pool = KVPool(layout, num_pages)
-    return NodeDevice(model, layout, pool, TransformersRunner(_weights(), pool), max_context=512)
+    host = None if host_pages is None else KVPool(layout, host_pages)
+    return NodeDevice(model, layout, pool, TransformersRunner(_weights(), pool), max_context=512, host_pool=host)
 
 
-class Driven(Generic[E]):
+class DrivenAlone(Generic[E]):
     """An engine with its helper threads running and its own thread played by the test."""
 
-    def __init__(self, engine: E, device: NodeDevice, agent: TransferAgent, role: Role):
+    def __init__(self, engine: E, device: NodeDevice):
         self.engine = engine
         self.device = device
-        self.agent = agent
-        self.peer = PeerInfo(agent.identity, role, device.memory, agent.metadata)
         self.incidents: list[str] = []
 
     def tell(self, link: Link | None, *items: Command | LinkEvent | SenderEvent | ReceiverEvent) -> None:
@@ -107,6 +117,15 @@ class Driven(Generic[E]):
         return sum(s.value for s in samples if s.name == NodeMetric.FAILED.metric)
 
 
+class Driven(DrivenAlone[E]):
+    """One that transfers pages."""
+
+    def __init__(self, engine: E, device: NodeDevice, agent: TransferAgent, role: Role):
+        super().__init__(engine, device)
+        self.agent = agent
+        self.peer = PeerInfo(agent.identity, role, device.memory, agent.metadata)
+
+
 @contextmanager
 def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: Any) -> Iterator[Driven[DecodeEngine]]:
     """`options` are those of DecodeOptions; nothing is reserved unless they say so. Settling may take less time, as
@@ -129,9 +148,9 @@ def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: A
 
 
 @contextmanager
-def prefill_engine(num_pages: int, **options: Any) -> Iterator[Driven[PrefillEngine]]:
+def prefill_engine(num_pages: int, *, host_pages: int | None = None, **options: Any) -> Iterator[Driven[PrefillEngine]]:
     """`options` are those of SchedulerConfig."""
-    device = tiny_device(num_pages)
+    device = tiny_device(num_pages, host_pages)
     agent = TransferAgent(NodeIdentity.new("p"), device.memory)
     config = PrefillConfig(NodeConfig(write_timeout=5.0), SchedulerConfig(**options))
     engine = PrefillEngine(device, config, agent, Metrics(NodeMetric))
@@ -143,6 +162,19 @@ def prefill_engine(num_pages: int, **options: Any) -> Iterator[Driven[PrefillEng
         engine.stop()
         agent.close()
     assert engine._sender.failure is None
+
+
+@contextmanager
+def unified_engine(
+    num_pages: int, *, scheduler: SchedulerConfig, options: UnifiedOptions, host_pages: int | None = None
+) -> Iterator[DrivenAlone[UnifiedEngine]]:
+    device = tiny_device(num_pages, host_pages)
+    config = UnifiedConfig(NodeConfig(page_size=PAGE), scheduler, options)
+    assert not list(config.problems())
+    engine = UnifiedEngine(device, config, Metrics(NodeMetric))
+    engine.warm_up()
+    yield DrivenAlone(engine, device)
+    engine.stop()
 
 
 def introduce(link: Link, *nodes: Driven[Any]) -> None:

@@ -58,6 +58,10 @@ async def cluster(tmp_path: Path) -> AsyncIterator[FrontCluster]:
         ("model", {"text": "x", "model": "x" * 257}),
         ("routing_key", {"text": "x", "routing_key": "x" * 257}),
         ("cache_salt", {"text": "x", "cache_salt": "x" * 257}),
+        ("ttft_target_seconds", {"text": "x", "ttft_target_seconds": 0}),
+        ("ttft_target_seconds", {"text": "x", "ttft_target_seconds": -1}),
+        ("ttft_target_seconds", {"text": "x", "ttft_target_seconds": float("inf")}),
+        ("ttft_target_seconds", {"text": "x", "ttft_target_seconds": float("nan")}),
         ("sampling.temperature", {"text": "x", "sampling": {"temperature": -0.1}}),
         ("sampling.temperature", {"text": "x", "sampling": {"temperature": float("nan")}}),
         ("sampling.top_p", {"text": "x", "sampling": {"top_p": 0}}),
@@ -89,6 +93,7 @@ async def test_limits_are_inclusive(cluster: FrontCluster) -> None:
         "request_id": "x" * 128,
         "routing_key": "x" * 256,
         "cache_salt": "x" * 256,
+        "ttft_target_seconds": 1e-9,
         "sampling": {"temperature": 100, "top_p": 1, "top_k": 2**20, "min_p": 1, "repetition_penalty": 2},
         "stopping": {"max_new_tokens": 8, "min_new_tokens": 8, "stop": ["y" * 256] * 16, "stop_token_ids": [263] * 64},
         "token_ids": {"ids": [263] * 392},
@@ -98,6 +103,7 @@ async def test_limits_are_inclusive(cluster: FrontCluster) -> None:
     task = (await prefill.expect(Submit)).task
     assert (task.routing_key, task.extra_key) == ("x" * 256, "x" * 256)
     assert task.stopping.min_new_tokens == 8
+    assert task.ttft_target == 1e-9
     reply.call.cancel()
 
 
@@ -106,6 +112,7 @@ async def test_defaults_are_filled_in(cluster: FrontCluster) -> None:
     replies = [cluster.generate("hello", sampling={}) for _ in range(2)]
     tasks = [(await prefill.expect(Submit)).task for _ in replies]
     assert tasks[0].sampling.temperature == 1.0
+    assert tasks[0].ttft_target is None, "the node's own"
     assert tasks[0].sampling.seed != tasks[1].sampling.seed
     assert tasks[0].stopping.max_new_tokens == 399, "512 by default, cut to what the decode pool holds after the prompt"
     assert tasks[0].stopping.eos_token_ids == (261,)

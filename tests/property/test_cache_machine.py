@@ -1,7 +1,8 @@
-"""Prefix cache and allocator against a model without trie, heap or inheritance: a dict from prefix to facts.
+"""Prefix cache, host tier and allocators against a model without trie, heap or inheritance: a dict from prefix to fact.
 
 In the model each touch, use and priority is noted on the prefix and all prefixes of it, so it also proves that what the
-cache notes on one node only, and passes up when a leaf leaves, comes to the same.
+cache notes on one node only, and passes up when a leaf leaves a pool, comes to the same. Two dicts stand for the memory
+of the two pools: what a page holds in the end is what its key says, however late the copies are done.
 """
 
 from __future__ import annotations
@@ -28,19 +29,27 @@ def keys_of(path: str) -> tuple[bytes, ...]:
 
 @dataclass
 class Fact:
-    page: int
     born: int
     last: int
     uses: int
     priority: float
+    away: bool = False  # on the host
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(eviction=st.sampled_from(Eviction), num_pages=st.integers(6, 24))
-    def start(self, eviction: Eviction, num_pages: int) -> None:
+    @initialize(
+        eviction=st.sampled_from(Eviction),
+        num_pages=st.integers(6, 24),
+        host_pages=st.sampled_from([0, 0, 1, 2, 4, 8, 30]),
+    )
+    def start(self, eviction: Eviction, num_pages: int, host_pages: int) -> None:
         self.eviction = eviction
         self.allocator = PageAllocator(num_pages)
-        self.cache = PrefixCache(self.allocator, eviction)
+        self.host = PageAllocator(host_pages) if host_pages else None
+        self.cache = PrefixCache(self.allocator, eviction, self.host)
+        self.loading = 0  # host pages that are still to be read, for the last time
+        self.memory: dict[int, str] = {}
+        self.host_memory: dict[int, str] = {}
         self.facts: dict[str, Fact] = {}
         self.locks: list[tuple[str, Node]] = []
         self.front_door: set[bytes] = set()  # what somebody who only hears of changes believes
@@ -48,6 +57,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def matched(self, path: str) -> str:
         return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.facts), "")
+
+    def on_device(self, path: str) -> str:
+        return next(
+            (path[:n] for n in range(len(path), 0, -1) if path[:n] in self.facts and not self.facts[path[:n]].away), ""
+        )
 
     def chain(self, path: str) -> list[Fact]:
         return [self.facts[path[:n]] for n in range(1, len(path) + 1)]
@@ -68,39 +82,52 @@ class CacheMachine(RuleBasedStateMachine):
             Eviction.MRU: lambda fact: (-fact.last,),
             Eviction.PRIORITY: lambda fact: (fact.priority, fact.last),
         }
-        rank = ranks[self.eviction]
+
+        def last_of(paths: set[str]) -> str | None:
+            """The one of them that leaves first: no other of them needs it."""
+            leaves = paths - {path[:-1] for path in paths} - self.protected()
+            return min(leaves, key=lambda path: ranks[self.eviction](self.facts[path]), default=None)
+
         for evicted in range(count):
-            protected = self.protected()
-            parents = {path[:-1] for path in self.facts}
-            leaves = [path for path in self.facts if path not in parents | protected]
-            if not leaves:
+            away = {path for path, fact in self.facts.items() if fact.away}
+            leaves = last_of(self.facts.keys() - away)
+            if leaves is None:
                 return evicted
-            del self.facts[min(leaves, key=lambda path: rank(self.facts[path]))]
+            if len(away) + self.loading == self.cache.host_pages:  # the last of the host goes, or this one
+                last = last_of(away)
+                needed = any(path.startswith(leaves) for path in away)
+                gone = leaves if last is None else last if needed else last_of({leaves, last})
+                assert gone is not None
+                del self.facts[gone]
+            if leaves in self.facts:
+                self.facts[leaves].away = True
         return count
 
     @rule(path=PATHS, skip=st.integers(0, 6), priority=st.sampled_from([-math.inf, 0, 1, 2]))
     def insert(self, path: str, skip: int, priority: float) -> None:
         """A request that found `skip` pages or fewer and computed the rest, some of them again."""
-        start = min(skip, len(self.matched(path)))
+        start = min(skip, len(self.on_device(path)))
         need = len(path) - start
         short = need - self.allocator.available
         if short > 0:
             assert self.cache.evict(short) == self.evict_from_model(short)
-            start = min(start, len(self.matched(path)))
+            start = min(start, len(self.on_device(path)))
             need = len(path) - start
         if need > self.allocator.available:
             return
         node = self.cache.match(keys_of(path[:start]))
         pages = self.cache.pages(node) + self.allocator.allocate(need, "request")
+        self.copy()  # before anything is computed
+        for n in range(start, len(path)):
+            self.memory[pages[n]] = path[: n + 1]
         deepest = self.cache.insert(node, keys_of(path), pages, "request", priority)
         assert deepest.depth == len(path)
-        for n, page in enumerate(pages, 1):
-            if path[:n] not in self.facts:
-                self.facts[path[:n]] = Fact(page, self.clock * 100 + n, 0, 0, -math.inf)
+        for n in range(1, len(path) + 1):
+            self.facts.setdefault(path[:n], Fact(self.clock * 100 + n, 0, 0, -math.inf)).away = False
         self.note(path)
         for fact in self.chain(path):
             fact.priority = max(fact.priority, priority)
-        assert pages == [fact.page for fact in self.chain(path)], "duplicates were not remapped"
+        assert pages == self.cache.pages(deepest), "duplicates were not remapped"
         assert self.allocator.owned("request") == 0
 
     @rule(path=PATHS, use=st.booleans())
@@ -108,14 +135,50 @@ class CacheMachine(RuleBasedStateMachine):
         node = self.cache.match(keys_of(path))
         found = self.matched(path)
         assert node.depth == len(found)
-        assert self.cache.pages(node) == [fact.page for fact in self.chain(found)]
-        self.note(found)
+        resident = self.cache.resident(node, keys_of(path))
+        assert resident.depth == len(self.on_device(path))
         if use:
-            self.cache.use(node)
+            found = self.on_device(path)
+            self.note(found)
+            self.cache.use(resident)
             for fact in self.chain(found):
                 fact.uses += 1
         else:
-            self.cache.touch(node)
+            self.note(found)
+            self.cache.touch(node, keys_of(path))
+
+    @rule(path=PATHS)
+    def load(self, path: str) -> None:
+        """A request that finds pages on the host: all of them are brought back, and used, or none."""
+        node, found = self.cache.match(keys_of(path)), self.matched(path)
+        away = len(found) - len(self.on_device(path))
+        self.cache.lock(node)
+        self.locks.append((found, node))
+        short = away - self.allocator.available
+        if short > self.cache.evictable:
+            return
+        if short > 0:
+            assert self.cache.evict(short) == self.evict_from_model(short)
+        self.cache.load(node)
+        self.loading += away
+        self.cache.use(node)
+        self.note(found)
+        for fact in self.chain(found):
+            fact.away = False
+            fact.uses += 1
+
+    @rule()
+    def copy(self) -> None:
+        """What the engine does before it sends or computes."""
+        copies = self.cache.take_copies()
+        self.loading = 0
+        for source, target in zip(copies.offloads.sources, copies.offloads.targets, strict=True):
+            self.host_memory[target] = self.memory[source]
+        for source, target in zip(copies.loads.sources, copies.loads.targets, strict=True):
+            self.memory[target] = self.host_memory[source]
+        for node in self.nodes():
+            holds = self.memory[node.page] if node.host < 0 else self.host_memory[node.host]
+            assert holds == node.key.decode(), "a cached page does not hold what its key says"
 
     @rule(path=PATHS)
     def lock(self, path: str) -> None:
@@ -126,6 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.locks)
     @rule(data=st.data())
     def unlock(self, data: st.DataObject) -> None:
+        self.copy()  # an admitted request keeps its lock until the engine has gone on
         _, node = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
         self.cache.unlock(node)
 
@@ -154,10 +218,14 @@ class CacheMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.cache.check_integrity() == len(self.locks)
         self.allocator.check_integrity()
-        protected = self.protected()
-        assert {node.key.decode(): node.page for node in self.nodes()} == {p: f.page for p, f in self.facts.items()}
-        assert (self.cache.protected, self.cache.evictable) == (len(protected), len(self.facts) - len(protected))
-        assert self.allocator.owned(CACHE) == len(self.facts) == len(self.cache)
+        on_device = {path for path, fact in self.facts.items() if not fact.away}
+        protected = self.protected() & on_device
+        assert {node.key.decode(): node.host >= 0 for node in self.nodes()} == {
+            p: f.away for p, f in self.facts.items()
+        }
+        assert (self.cache.protected, self.cache.evictable) == (len(protected), len(on_device) - len(protected))
+        assert self.allocator.owned(CACHE) == len(on_device)
+        assert self.cache.host_pages - self.cache.host_free == len(self.facts) - len(on_device) + self.loading
         locks = Counter(path for path, _ in self.locks if path)
         assert {node.key.decode(): node.locks for node in self.nodes() if node.locks} == locks
 

@@ -15,9 +15,9 @@ from tests.helpers.scheduling import PAGE, Node, task
 
 LONGEST = 24  # tokens
 
-# Prompts of one stem match each other; a number stands for tokens that nobody else has.
+# Prompts of one stem match each other; their last tokens nobody else has. Before each pass some arrive.
 PROMPTS = st.tuples(st.integers(0, 2), st.sampled_from([0, 4, 9, 16]), st.integers(1, LONGEST - 16))
-STEPS = st.lists(PROMPTS | st.just("pass") | st.just("writes"), max_size=80)
+STEPS = st.lists(st.tuples(st.lists(PROMPTS, max_size=3), st.booleans()), min_size=10, max_size=40)
 _fresh = itertools.count(10_000)
 
 
@@ -65,13 +65,13 @@ class Queue:
     steps=STEPS,
     credit=st.sampled_from([0.25, 1.0, 4.0]),
     chunk_size=st.sampled_from([None, 4, 8, 40]),
-    most=st.sampled_from([None, 1, 2]),
-    pages=st.sampled_from([9, 12, 100]),
+    most=st.sampled_from([None, 1, 1, 2]),
+    pages=st.sampled_from([9, 30, 400]),
     weighed=st.booleans(),
     shared=st.sampled_from([4, 9]),
 )
 def test_nobody_goes_before_one_that_arrived_long_before(
-    steps: list[tuple[int, int, int] | str],
+    steps: list[tuple[list[tuple[int, int, int]], bool]],
     credit: float,
     chunk_size: int | None,
     most: int | None,
@@ -95,12 +95,11 @@ def test_nobody_goes_before_one_that_arrived_long_before(
             for other in queue.waiting:
                 assert admitted.arrival_tokens - other.arrival_tokens <= LONGEST / credit
 
-    for step in steps:
-        if isinstance(step, tuple):
-            queue.arrive(prompt(*step))
-        elif step == "pass":
-            run_pass()
-        else:
+    for arrivals, release in steps:
+        for arrival in arrivals:
+            queue.arrive(prompt(*arrival))
+        run_pass()
+        if release:
             queue.release()
     while queue.waiting or queue.node.scheduler.stats().running:
         before = queue.node.scheduler.stats().computed_tokens_total, len(queue.computed)
@@ -140,22 +139,3 @@ def test_newcomers_that_match_starve_others_under_lpm_but_not_under_lpm_aged(pol
     else:
         assert waited is not None
         assert waited <= (len(STEM) + 1) / 0.5 + 3 + len(STEM)
-
-
-def test_ever_shorter_leaders_do_not_starve_a_sibling_under_lpm_aged() -> None:
-    """The leader is the shortest, and each newcomer is shorter than those before."""
-    queue = Queue(
-        num_pages=400, policy=Policy.LPM_AGED, age_credit=1.0, max_batch_requests=1, dedup_weighed=True,
-        dedup_cost_tokens=PAGE,
-    )  # fmt: skip
-    shared = [*range(100, 112)]
-    sibling = queue.arrive([*shared, *range(200, 300)])
-    order = []
-    for own in range(90, 40, -1):
-        queue.arrive([*shared[:12], *(next(_fresh) for _ in range(own))])
-        queue.arrive([next(_fresh) for _ in range(8)])
-        order += list(queue.forward())
-        queue.release()
-        if sibling in order:
-            break
-    assert sibling in order

@@ -1,7 +1,8 @@
 """The scheduler with a fake engine round it: requests come, are computed, sent, aborted and released in any order.
 
 The fake engine keeps what each page holds, as the sequence of tokens whose KV it would be. So a page that is handed to
-a second owner, evicted under a reader, or remapped wrongly shows up as foreign content, as it would in an answer.
+a second owner, evicted under a reader, remapped wrongly, or read before it is back from the host shows up as foreign
+content, as it would in an answer.
 """
 
 from __future__ import annotations
@@ -45,28 +46,45 @@ CONFIGS = st.builds(
     dedup_shared_tokens=st.sampled_from([-1, 4, 6]),
     prefix_match_queue_limit=st.sampled_from([None, 2]),
     lookahead=st.sampled_from([0, 0, 1, 4]),
-)
+    dedup_weighed=st.sampled_from([False, False, True]),
+    dedup_cost_tokens=st.sampled_from([0, 4]),
+    forward_target=st.sampled_from([None, None, 0.08]),
+).filter(lambda config: not list(config.problems()))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=CONFIGS, num_pages=st.integers(8, 40), cached=st.sampled_from([True, True, True, False]))
-    def start(self, config: SchedulerConfig, num_pages: int, cached: bool) -> None:
+    @initialize(
+        config=CONFIGS,
+        num_pages=st.integers(8, 40),
+        host_pages=st.sampled_from([0, 0, 3, 10, 60]),
+        cached=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, config: SchedulerConfig, num_pages: int, host_pages: int, cached: bool) -> None:
         if not cached:
             config = SchedulerConfig(chunk_size=config.chunk_size, prefix_cache=False)
         self.config = config
         self.allocator = PageAllocator(num_pages)
-        self.cache = PrefixCache(self.allocator, config.eviction)
+        self.cache = PrefixCache(self.allocator, config.eviction, PageAllocator(host_pages) if host_pages else None)
         self.clock = ManualClock()
         self.records: list[PassRecord] = []
         self.scheduler = Scheduler(config, self.cache, self.allocator, PAGE, self.clock, self.records.append)
         self.live: dict[RoomKey, PrefillRequest] = {}
         self.batch: PrefillBatch | None = None
         self.content: dict[int, Tokens] = {}  # page -> the sequence up to its last token, as the engine left it
+        self.host_content: dict[int, Tokens] = {}
         self.posted: dict[RoomKey, dict[int, Tokens]] = {}  # pages that writes may be reading
         self.sent: dict[RoomKey, int] = {}  # pages of a request named so far
         self.numbers = itertools.count()
 
     # ---- the engine ----
+
+    def copy(self) -> None:
+        """Execute the copies that are owed, one after another."""
+        copies = self.scheduler.take_copies()
+        for source, target in zip(copies.offloads.sources, copies.offloads.targets, strict=True):
+            self.host_content[target] = self.content[source]
+        for source, target in zip(copies.loads.sources, copies.loads.targets, strict=True):
+            self.content[target] = self.host_content[source]
 
     def compute(self, batch: PrefillBatch) -> None:
         """Write what the forward writes. What it reads must be this very prompt's."""
@@ -133,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         self.clock.advance(1)
         self.batch = self.scheduler.next_batch()
+        self.copy()
         if self.batch is None:
             return
         budget = self.config.chunk_size
@@ -150,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         assert self.batch is not None
-        spans = self.scheduler.complete_forward(self.batch)
+        spans = self.scheduler.complete_forward(self.batch, 0.01 * (1 + self.batch.tokens))
         going_on = [row.request for row in self.batch.rows if not row.request.aborted]
         assert [span.request for span in spans] == going_on
         self.batch = None
@@ -201,7 +220,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self.content[page] == tokens for page, tokens in pages.items()), "overwritten while being read"
         cached = self.cache.keys()
         for key in cached:
-            tokens = self.content[self.cache.find(key).page]
+            node = self.cache.find(key)
+            tokens = self.content[node.page] if node.host < 0 else self.host_content[node.host]
             assert page_keys(tokens, PAGE)[-1] == key, "a cached page does not hold what its key says"
 
     @invariant()

@@ -71,7 +71,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     **{
         (m.NodeStats, f.name): UINT64
         for f in fields(m.NodeStats)
-        if (f.name.endswith("_total") and f.name != "pages_total") or f.name in ("queued_tokens", "retractable")
+        if (f.name.endswith("_total") and "pages" not in f.name) or f.name in ("queued_tokens", "retractable")
     },
     **{(SamplingParams, f.name): FLOAT for f in fields(SamplingParams) if f.type == "float"},
     (TokenOutput, "logprob"): FLOAT,

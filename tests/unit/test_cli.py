@@ -240,6 +240,12 @@ def test_generate_prints_the_text(run: Run, front: Front, capsys: Capture) -> No
     assert request.sampling.seed == 2**64 - 1
     assert list(request.stopping.stop) == ["a,b", "c"]
     assert not request.HasField("priority")
+    assert not request.HasField("ttft_target_seconds")
+
+
+def test_a_target_for_the_first_token_is_passed_on(run: Run, front: Front) -> None:
+    assert run("generate", "one two", "--ttft-target", "0.5") == 0
+    assert front.generation.requests[0].ttft_target_seconds == 0.5
 
 
 def test_generate_from_standard_input_and_ids(

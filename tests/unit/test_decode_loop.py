@@ -72,12 +72,14 @@ def reserve(
     first_index: int = 0,
     stopping: StoppingParams | None = None,
     sampling: SamplingParams = GREEDY,
+    priority: int | None = None,
 ) -> Reserve:
     key = RoomKey.new(0)
     identity = writer if isinstance(writer, NodeIdentity) else writer.identity
     stopping = stopping or StoppingParams(first_index + max_new, ignore_eos=True)
     history = tuple(range(3, 3 + prompt)) if sampling.needs_history else ()
-    return Reserve(Reservation(f"r{key}", key, prompt, first_index, sampling, stopping, identity, history=history))
+    reservation = Reservation(f"r{key}", key, prompt, first_index, sampling, stopping, identity, priority, history)
+    return Reserve(reservation)
 
 
 def key_of(reserved: Reserve) -> RoomKey:
@@ -329,6 +331,25 @@ def test_who_gives_way_when_pages_run_out(
         assert link.tokens(keys[i])[-1].finish is FinishReason.LENGTH
     assert pages(d) == (held + 3, PAGES - held - 3, 0)
     assert blocker not in [key for key, _, _ in failed(link)]
+
+
+@pytest.mark.parametrize(("low_first", "order"), [(False, [2, 1]), (True, [2, 0])])
+def test_the_least_important_gives_way_first(tmp_path: Path, low_first: bool, order: list[int]) -> None:
+    with decode_engine(PAGES, priority_scheduling=True, low_priority_first=low_first) as d:
+        link = RecordingLink()
+        d.tell(link, LinkUp())
+        writer = LocalNode(NodeIdentity.new("p"), FilePool(tmp_path / "pool", PAGES, d.device.pool.page_bytes))
+        writer.agent.add_peer(d.agent.identity, d.agent.metadata, d.agent.memory)
+        writer.start_sender()
+        try:
+            # What is left of the pool is three pages; the first room has the fewest tokens, the third no priority.
+            arriving(d, link, writer, prompt=(PAGES - 6) * PAGE, max_new=1)
+            asked = [reserve(writer, 4, 12, priority=p, first_index=i) for p, i in ((9, 0), (1, 1), (None, 2))]
+            keys = running(d, link, writer, *asked)
+            d.until(lambda: d.stats.running == 0, "some give way, and the others are done")
+        finally:
+            writer.close()
+        assert [keys.index(key) for key, _, _ in failed(link)] == order
 
 
 def test_a_prompt_counts_without_the_answer_in_it(d: Decode, link: RecordingLink, writer: LocalNode) -> None:

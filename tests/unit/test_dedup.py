@@ -6,9 +6,8 @@ import random
 import pytest
 
 from engine.device.page_allocator import PageAllocator
-from prefill_service.cost_model import CostModel, pairs
+from prefill_service.cost_model import ENOUGH, CostModel, pairs
 from prefill_service.dedup import leaders
-from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy, QueueOrder
 from prefill_service.prefix_cache import PrefixCache
 from prefill_service.request import PrefillRequest
@@ -151,26 +150,40 @@ def test_a_leader_takes_the_place_of_the_most_urgent_that_waits_for_it(cache: Pr
     assert [request.task.request_id for request in queue] == ["r1", "r2", "r0"]
 
 
+def test_under_lpm_aged_a_leader_stays_behind_those_that_are_much_older(
+    cache: PrefixCache, allocator: PageAllocator
+) -> None:
+    """A token of age is worth one of match, and the longest prompt has 2,050."""
+    fill_cache(cache, allocator, [[(0, 512)]], PAGE)
+    queue = waiting(cache, *family(2000, 50, 10), [(900_000, 50)])
+    for request, arrival in zip(queue, (300, 2200, 100), strict=True):
+        request.arrival_tokens = arrival
+    order = QueueOrder(Policy.LPM_AGED, cache, PAGE, dedup_weighed=True, age_credit=1.0)
+    order.sort(queue, processed_tokens=2200)
+    assert [request.task.request_id for request in queue] == ["r2", "r1", "r0"]
+
+
 def test_the_cost_of_a_forward_is_measured(cache: PrefixCache) -> None:
     queue = waiting(cache, *family(2000, 50, 10))
     costs, rng = CostModel(), random.Random(0)
     order = QueueOrder(Policy.LPM, cache, PAGE, dedup_weighed=True, costs=costs)
     order.sort(queue)
     assert any(request.deprioritized for request in queue), "256 tokens, so long as nothing is known"
+    late = []
     for _ in range(50):  # a forward costs as much as 10,000 tokens
         tokens = rng.randrange(1, 4000)
         costs.observe(tokens, pairs(tokens, 0), 1.0 + 1e-4 * tokens)
-    order.sort(queue)
-    assert not any(request.deprioritized for request in queue)
+        order.sort(queue)
+        late.append(any(request.deprioritized for request in queue))
+    assert late == [True] * (ENOUGH - 1) + [False] * (51 - ENOUGH)
 
 
 @pytest.mark.parametrize("policy", [p for p in Policy if p not in WEIGHED])
-def test_weighing_goes_with_policies_that_look_at_the_cache(policy: Policy) -> None:
-    problems = list(SchedulerConfig(policy=policy, dedup_weighed=True).problems())
-    assert problems == [
-        f"weighed deduplication does not go with policy {policy}; "
-        "it goes with: lpm, lpm-aged, hrrn, shortest-prefill-first, slack"
-    ]
+def test_policies_that_do_not_look_at_the_cache_hold_nobody_back(policy: Policy) -> None:
+    node = Node(1000, policy=policy, chunk_size=48, dedup_cost_tokens=4)
+    for _ in range(3):
+        node.submit(range(16))
+    assert len(node.batch().rows) == 3
 
 
 # ---- in the scheduler ----

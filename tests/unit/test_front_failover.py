@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bootstrap.config import BootstrapConfig
@@ -64,6 +66,17 @@ def finish(house: House, request: LiveRequest) -> list[int]:
     taken = request.take()
     assert {t.key for t in taken if t.index >= first} == {key}, "nothing early of an earlier attempt"
     return [t.index for t in taken]
+
+
+def test_the_time_to_the_first_token_counts_from_the_first_arrival(house: House) -> None:
+    request = house.submit(replace(ask(), ttft_target=3.0))
+    first, _ = parts(request)
+    house.advance(1.5, *house.front.registry.nodes())
+    house.front.leave(first, "gone")
+    house.check()
+    second, _ = parts(request)
+    tasks = [house.submitted(node)[0].task for node in (first, second)]
+    assert [(task.ttft_target, task.waited) for task in tasks] == [(3.0, 0.0), (3.0, 1.5)]
 
 
 def test_a_prefill_node_lost_before_token_0(house: House) -> None:

@@ -13,8 +13,9 @@ from tests.helpers.models import prepared_tiny
 def set_up(**options: Any) -> tuple[NodeDevice, list[str]]:
     said: list[str] = []
     path = prepared_tiny().path
+    host_kv_memory = options.pop("host_kv_memory", None)
     config = NodeConfig(model=str(path), model_dir=path.parent / "cache", device=Device.CPU, **options)
-    return set_up_device(config, said.append), said
+    return set_up_device(config, said.append, host_kv_memory=host_kv_memory), said
 
 
 def test_a_node_says_what_its_pool_takes() -> None:
@@ -35,6 +36,20 @@ def test_a_node_says_what_its_pool_takes() -> None:
 def test_a_pool_that_does_not_fit_is_refused_before_the_weights_are(options: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ConfigError, match=f"^kv_memory, num_pages: a {refusal}"):
         set_up(**options)
+
+
+def test_a_host_tier_has_a_pool_of_its_own() -> None:
+    device, said = set_up(num_pages=100, host_kv_memory=Bytes("1MB"))
+    assert device.host_pool is not None
+    assert (device.pool.num_pages, device.host_pool.num_pages) == (100, 1_000_000 // 12288)
+    assert said[-1] == "host tier: 81 pages, 1 MB of host memory"
+    assert set_up(num_pages=100)[0].host_pool is None
+
+
+@pytest.mark.parametrize("size", [Bytes(12287), Bytes("100TB")])
+def test_a_host_tier_that_does_not_fit_is_refused(size: Bytes) -> None:
+    with pytest.raises(ConfigError, match=r"^host_kv_memory is \d+ bytes; allowed: 12288, one page, to \d+, the mem"):
+        set_up(num_pages=100, host_kv_memory=size)
 
 
 def test_a_decode_pool_must_hold_the_reserve_and_a_page() -> None:
