@@ -49,6 +49,7 @@ from prefill_service.announce import announce_all, announce_changes
 from prefill_service.config import PrefillConfig
 from prefill_service.journal import PassJournal, PassLog
 from prefill_service.prefix_cache import PrefixCache
+from prefill_service.ranks import DELAY_PAUSE_S, Ranks, Seat, describe
 from prefill_service.request import PrefillRequest
 from prefill_service.scheduler import BatchRow, PassRecord, PrefillBatch, Scheduler, SendSpan
 from prefill_service.tier_copier import TierCopier
@@ -85,7 +86,9 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         metrics: Metrics,
         clock: Clock = monotonic,
         pass_log: PassLog | None = None,
+        ranks: Ranks | None = None,
     ):
+        """ranks: of this one and the other engines of the process, if there are any."""
         self._passes = PassJournal(clock)
         self._pass_log = pass_log
         super().__init__("prefill-engine", metrics, config.node.stall_timeout, clock, self._passes)
@@ -107,6 +110,9 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._rooms: dict[RoomKey, _Room] = {}
         self._batch: PrefillBatch | None = None  # of the pass in progress
         self._computing = False  # between next_batch and complete_forward
+        self._seat = None if ranks is None else ranks.join(self.wake)
+        self._low_watermark = config.ranks.delay_low_watermark
+        self._largest_batch = 0  # in requests
         self._rate = 0.0  # tokens computed a second
         self._outputs = 0
         self._relayed_bytes = 0
@@ -116,10 +122,20 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         super().start()
 
     def stop(self) -> None:
+        if self._seat is not None:
+            self._seat.leave()  # first: the turn in progress may take long
         super().stop()
         self._sender.close()
 
+    def _run(self) -> None:
+        try:
+            super()._run()
+        finally:
+            if self._seat is not None:
+                self._seat.leave()
+
     def warm_up(self) -> None:
+        self._device.bind()
         tokens = min(CANARY_TOKENS, self._page_size)
         logits = self._device.runner.forward(
             build_batch([Row([0] * tokens, 0, [0], True)], self._page_size, self._device.pool.device)
@@ -233,11 +249,16 @@ class PrefillEngine(EngineLoop[SenderEvent]):
     def step(self) -> bool:
         if self._sender.failure is not None:
             raise RuntimeError("the transfer thread has ended") from self._sender.failure
+        if self._seat is not None and self._held_back(self._seat):
+            return False
         self._batch = batch = self._scheduler.next_batch()
         self._computing = batch is not None
         self._copier.execute(self._scheduler.take_copies())
         if batch is None:
+            if self._seat is not None:
+                self._seat.rest()
             return False
+        self._largest_batch = max(self._largest_batch, len(batch.rows))
         self._open([row for row in batch.rows if row.admitted])
         started = self.clock()
         logits = self._device.runner.forward(
@@ -255,6 +276,20 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             self._send(span, tokens.get(span.request.key), forward_end_ns)
         announce_changes(self._cache, self.links)
         self._batch = None
+        return True
+
+    def _held_back(self, seat: Seat) -> bool:
+        """Whether this pass prefills nothing, since ranks are to prefill together. A continuation always goes on."""
+        row = describe(self._scheduler, self._low_watermark, self._largest_batch, self.clock())
+        if not row.prefillable:
+            seat.rest()
+            return False
+        decision = seat.negotiate(row)
+        if decision is None:
+            return True  # woken when the others are there, too
+        if decision.allow or self._scheduler.continuation is not None:
+            return False
+        self._pause_s = DELAY_PAUSE_S
         return True
 
     def step_failed(self, incident: str) -> None:

@@ -198,6 +198,11 @@ class Scheduler:
         return tuple(self._in_flight.values())
 
     @property
+    def waiting(self) -> Sequence[PrefillRequest]:
+        """The waiting queue, in its order."""
+        return self._waiting
+
+    @property
     def continuation(self) -> PrefillRequest | None:
         """The prompt that is partly computed, between two forwards."""
         return self._continuation

@@ -1,10 +1,13 @@
-"""The process round an engine: session, health server, signals, drain. The same for both node kinds.
+"""The process round one engine or several: sessions, health server, signals, drain. The same for all node kinds.
 
     start engine ─► canary passed ─► attach ─► SERVING ─► SIGTERM, SIGINT or Admin.Drain
                                                              │
     exit 0 ◄─ leave ◄─ idle, or the deadline ◄─ finish ◄─ NOT_SERVING, tell the bootstrap, take nothing new
 
 A second signal skips the waiting. The engine thread's death or a refusal by the bootstrap ends the process with 1.
+
+Each engine is a node of its own to the bootstrap, a *rank* of this process. Ranks come and leave together: the process
+serves when all of them do, an order to drain one drains all, and the end of one ends all.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 import uvloop
@@ -30,65 +34,84 @@ from engine.core.types import NodeIdentity, Role
 from rpc.server import RpcServer
 from rpc.session import Session, end
 
-__all__ = ["run_node", "serve_node"]
+__all__ = ["Rank", "rank_ids", "run_node", "serve_node"]
 
 log = logging.getLogger("kvrelay.node")
 
 WATCH_S = 0.1
 GOODBYE_S = 2.0  # for the last report to be read
 
+Observe = Callable[[NodeIdentity, NodeStats], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """An engine, and how it introduces itself."""
+
+    engine: EngineLoop[Any]
+    registration: Registration
+
+    @property
+    def identity(self) -> NodeIdentity:
+        return self.registration.identity
+
+
+def rank_ids(name: str, ranks: int) -> tuple[str, ...]:
+    """Node ids of the ranks of a process of this name."""
+    return (name,) if ranks == 1 else tuple(f"{name}.{rank}" for rank in range(ranks))
+
 
 def serve_node(
     role: Role,
     config: NodeConfig,
     build: Callable[[NodeIdentity, Metrics, ExitStack], tuple[EngineLoop[Any], Registration]],
+    ranks: int = 1,
 ) -> int:
     """Run a node's process; returns its exit code. Raises ConfigError when it cannot start.
 
-    `build` makes the engine; what must be closed at the end it enters into the stack.
+    `build` makes the engine of one rank after the other; what must be closed at the end it enters into the stack.
     """
-    identity = NodeIdentity.new(config.name(role))
-    setup_logging(config.logs, role=role, node=identity.node_id)
+    name = config.name(role)
+    setup_logging(config.logs, role=role, node=name)
     metrics = Metrics(NodeMetric)
     with ExitStack() as stack:
         endpoint = stack.enter_context(closing(serve_metrics(metrics, config.metrics_listen)))
         log.info("metrics", extra={"port": endpoint.port})
-        engine, registration = build(identity, metrics, stack)
+        built = [Rank(*build(NodeIdentity.new(node_id), metrics, stack)) for node_id in rank_ids(name, ranks)]
 
-        def observe(stats: NodeStats) -> None:
+        def observe(identity: NodeIdentity, stats: NodeStats) -> None:
             metrics.set_node(identity.node_id, role, stats)
 
-        return uvloop.run(run_node(engine, registration, config, observe))
+        return uvloop.run(run_node(built, config, observe))
 
 
-async def run_node(
-    engine: EngineLoop[Any],
-    registration: Registration,
-    config: NodeConfig,
-    observe: Callable[[NodeStats], None],
-) -> int:
-    """Run the node until it is told to leave; returns the exit code. `observe` gets the stats every `WATCH_S`."""
+async def run_node(ranks: Sequence[Rank], config: NodeConfig, observe: Observe) -> int:
+    """Run a process until it is told to leave; returns the exit code. `observe` gets the stats every `WATCH_S`."""
     server = RpcServer(config.listen)
     await server.start()
-    log.info("listening", extra={"port": server.port, "incarnation": registration.identity.incarnation})
-    process = _NodeProcess(engine, registration, config, server)
+    incarnations = ",".join(rank.identity.incarnation for rank in ranks)
+    log.info("listening", extra={"port": server.port, "incarnation": incarnations})
+    process = _NodeProcess(ranks, config, server, observe)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.signalled)
-    engine.start()
+    for rank in ranks:
+        rank.engine.start()
     try:
-        return await process.run(observe)
+        return await process.run()
     finally:
-        await asyncio.to_thread(engine.stop)
+        await asyncio.gather(*(asyncio.to_thread(rank.engine.stop) for rank in ranks))
         await server.stop(1.0)
 
 
 class _NodeProcess:
-    def __init__(self, engine: EngineLoop[Any], registration: Registration, config: NodeConfig, server: RpcServer):
-        self._engine = engine
+    def __init__(self, ranks: Sequence[Rank], config: NodeConfig, server: RpcServer, observe: Observe):
+        self._ranks = ranks
+        self._engines = [rank.engine for rank in ranks]
+        self._sessions = [Session(config.bootstrap, r.registration, r.engine, self._drain_by) for r in ranks]
         self._config = config
         self._server = server
-        self._session = Session(config.bootstrap, registration, engine, self._drain_by)
+        self._observer = observe
         self._leave_by: float | None = None  # draining, until then at most; monotonic seconds
         self._signals = 0
 
@@ -100,31 +123,41 @@ class _NodeProcess:
         deadline = time.monotonic() + min(deadline_s, self._config.drain_timeout)
         self._leave_by = deadline if self._leave_by is None else min(self._leave_by, deadline)
 
-    async def run(self, observe: Callable[[NodeStats], None]) -> int:
-        while not self._engine.ready and self._engine.failure is None and self._leave_by is None:
+    async def run(self) -> int:
+        while not all(engine.ready for engine in self._engines) and not self._failed and self._leave_by is None:
             await asyncio.sleep(WATCH_S)
-        session = asyncio.create_task(self._session.run())
+        sessions = [asyncio.create_task(session.run()) for session in self._sessions]
         serving = False
         try:
             while self._leave_by is None:
-                if self._engine.failure is not None:
+                if self._failed:
                     return 1
-                if session.done():
-                    return self._session_ended(session)
-                observe(self._engine.stats())
+                for session in sessions:
+                    if session.done():
+                        return self._session_ended(session)
+                self._observe()
                 if serving != (useful := self._useful()):
                     serving = useful
                     await self._server.set_serving(serving)
                     log.info("serving" if serving else "not serving")
                 await asyncio.sleep(WATCH_S)
             await self._server.set_serving(False)
-            await self._drain(observe)
-            return 0 if self._engine.failure is None else 1
+            await self._drain()
+            return 1 if self._failed else 0
         finally:
-            await end(session)
+            await asyncio.gather(*(end(session) for session in sessions))
+
+    @property
+    def _failed(self) -> bool:
+        return any(engine.failure is not None for engine in self._engines)
 
     def _useful(self) -> bool:
-        return self._engine.turning and bool(self._session.connections)
+        attached = all(session.connections for session in self._sessions)
+        return attached and all(engine.turning for engine in self._engines)
+
+    def _observe(self) -> None:
+        for rank in self._ranks:
+            self._observer(rank.identity, rank.engine.stats())
 
     @staticmethod
     def _session_ended(session: asyncio.Task[None]) -> int:
@@ -136,32 +169,44 @@ class _NodeProcess:
             log.critical("refused by the bootstrap", extra={"error": str(refusals.exceptions[0])})
         return 1
 
-    async def _drain(self, observe: Callable[[NodeStats], None]) -> None:
+    async def _drain(self) -> None:
         """Finish what the node has, until the deadline, which another drain or signal may bring forward."""
         assert self._leave_by is not None
-        self._engine.begin_drain()
+        for engine in self._engines:
+            engine.begin_drain()
         log.info("draining", extra={"seconds": round(self._leave_by - time.monotonic(), 1)})
         finishing = asyncio.create_task(self._finish())
-        while not finishing.done() and self._engine.failure is None and time.monotonic() < self._leave_by:
-            observe(self._engine.stats())
+        while not finishing.done() and not self._failed and time.monotonic() < self._leave_by:
+            self._observe()
             await asyncio.sleep(WATCH_S)
         if not finishing.done():
-            log.warning("leaving with work left", extra={"stats": self._engine.stats()})
+            for rank in self._ranks:
+                left = {"rank": rank.identity.node_id, "stats": rank.engine.stats()}
+                log.warning("leaving with work left", extra=left)
             await end(finishing)
             return
         log.info("drained")
-        for connection in tuple(self._session.connections):
-            connection.report(Drained())
+        for session in self._sessions:
+            for connection in tuple(session.connections):
+                connection.report(Drained())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await self._session.flush()
+                await self._flush()
 
     async def _finish(self) -> None:
-        """Return when the node is at rest and nothing new can come."""
-        await self._session.flush()  # from here on no bootstrap sends anything new
+        """Return when every rank is at rest and nothing new can come."""
+        await self._flush()  # from here on no bootstrap sends anything new
+        for engine in self._engines:  # one that is at rest by now stays so
+            await self._come_to_rest(engine)
+
+    async def _flush(self) -> None:
+        await asyncio.gather(*(session.flush() for session in self._sessions))
+
+    @staticmethod
+    async def _come_to_rest(engine: EngineLoop[Any]) -> None:
         while True:
-            turns = self._engine.turns  # at rest, and still so once the engine has taken in what had arrived by now
-            while self._engine.turns < turns + 2:
+            turns = engine.turns  # at rest, and still so once the engine has taken in what had arrived by now
+            while engine.turns < turns + 2:
                 await asyncio.sleep(WATCH_S)
-            if self._engine.stats().idle:
+            if engine.stats().idle:
                 return

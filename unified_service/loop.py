@@ -220,7 +220,7 @@ class UnifiedEngine(EngineLoop[None]):
         logits = self._forward([*self._prefill_rows(batch), *(room.row for room in decoding)])
         if batch is not None:
             self._batch = None
-            self._scheduler.complete_forward(batch)
+            self._scheduler.complete_forward(batch, self.clock() - started)
         answering = [room for room in self._forward_of if room.decoding]
         self._publish(answering, next_tokens(logits, [room.wanted for room in answering]))
         if decoding:

@@ -99,6 +99,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
         self._inbox: queue.SimpleQueue[tuple[Link | None, Command | LinkEvent | Event | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = False
+        self._pause_s: float | None = None  # set by a step that has work it may not yet do: how long to wait for more
         self._stats = NodeStats()
         self.draining = False
         self.ready = False  # the canary has passed
@@ -117,7 +118,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
     def stop(self) -> None:
         """End the thread after the turn in progress, but wait no longer than STOP_TIMEOUT_S. May be called twice."""
         self._stopping = True
-        self._inbox.put((None, None))
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
         if self.alive:
@@ -139,6 +140,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
     def begin_drain(self) -> None:
         """Say so in the stats from now on; the front door sends nothing new once it has seen it."""
         self.draining = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Begin another pass, also when nothing has come in."""
         self._inbox.put((None, None))
 
     # ---- engine thread ----
@@ -199,6 +204,7 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 elif check_at is not None and self.clock() >= check_at:
                     self.integrity_problems()  # logs and counts
                     check_at = None
+                self._pause_s = None
                 try:
                     busy = self.step()
                     failures = 0
@@ -221,9 +227,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
     def _take_in(self, wait: bool) -> bool:
         """Handle all that is in the inbox; with `wait`, sleep a while until something is. Returns whether it was."""
         found = False
+        pause = IDLE_WAIT_S if self._pause_s is None else self._pause_s
         while True:
             try:
-                link, item = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+                link, item = self._inbox.get(timeout=pause) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return found
             wait, found = False, True

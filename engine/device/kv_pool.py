@@ -38,9 +38,7 @@ class KVPool:
     pinned: in host memory that a CUDA device copies to and from at full speed, which the system cannot swap out.
     """
 
-    def __init__(
-        self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu", *, pinned: bool = False
-    ):
+    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu", *, pinned: bool = False):
         assert num_pages > 0
         self.layout = layout
         self.num_pages = num_pages

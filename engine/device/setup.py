@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.core.errors import ConfigError
 from engine.core.model_store import PreparedModel, ensure_prepared
@@ -17,7 +18,7 @@ from engine.device.kv_pool import KVPool, layout_for, pages_for_budget
 from engine.device.runner import Runner, TransformersRunner
 from engine.device.weights import load_model, megabytes
 
-__all__ = ["NodeDevice", "set_up_device"]
+__all__ = ["NodeDevice", "set_up_device", "set_up_ranks"]
 
 log = logging.getLogger("kvrelay.device")
 
@@ -38,6 +39,11 @@ class NodeDevice:
             self.pool.base_address, self.pool.page_bytes, self.pool.num_pages, device.type, device.index or 0
         )
 
+    def bind(self) -> None:
+        """Make this device the one that the calling thread launches kernels on."""
+        if self.pool.device.type == "cuda":
+            torch.cuda.set_device(self.pool.device)
+
 
 def set_up_device(
     config: NodeConfig, report: Callable[[str], None] = log.info, *, host_kv_memory: int | None = None
@@ -46,42 +52,65 @@ def set_up_device(
 
     host_kv_memory: bytes of a second pool, in host memory; None: there is none.
     """
+    return next(set_up_ranks(config, 1, report, host_kv_memory=host_kv_memory))
+
+
+def set_up_ranks(
+    config: NodeConfig, ranks: int, report: Callable[[str], None] = log.info, *, host_kv_memory: int | None = None
+) -> Iterator[NodeDevice]:
+    """`set_up_device` for each rank of a process, as the caller asks for the next one.
+
+    Ranks are dealt out over the CUDA devices that there are. Those on one device share one copy of the weights, and
+    each has pools of its own, of the full size that was asked for.
+    """
     model = ensure_prepared(config.model, config.model_dir, report)
-    device = _pick(config.device)
+    devices = _devices(config.device, ranks)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     layout = layout_for(model, config.page_size, config.kv_dtype or config.dtype)
     num_pages = config.num_pages or pages_for_budget(layout, config.kv_memory)
     pool_bytes = num_pages * layout.page_bytes
-    memory = _memory(config, device)
-    if pool_bytes > memory:
-        limit = "memory_limit" if memory == config.memory_limit else "the memory of this device"
-        raise _pool_refused(num_pages, pool_bytes, f"does not fit in {megabytes(memory)}, {limit}")
-    host_pages = None if host_kv_memory is None else _host_pages(layout, host_kv_memory, device, pool_bytes)
     max_context = config.max_context or model.max_context
-    loaded = load_model(
-        model,
-        dtype=config.dtype,
-        max_context=max_context,
-        report=report,
-        device=device,
-        memory_budget=memory - pool_bytes,
-    )
+    weights: dict[torch.device, PreTrainedModel] = {}
+    for device in devices:
+        pools = devices.count(device)  # on this device
+        memory = _memory(config, device)
+        if pools * pool_bytes > memory:
+            limit = "memory_limit" if memory == config.memory_limit else "the memory of this device"
+            each = f", {pools} times" if pools > 1 else ""
+            raise _pool_refused(num_pages, pool_bytes, f"does not fit in {megabytes(memory)}{each}, {limit}")
+        on_host = pools * pool_bytes if device.type == "cpu" else 0
+        host_pages = None if host_kv_memory is None else _host_pages(layout, host_kv_memory, ranks, on_host)
+        if device not in weights:
+            weights[device] = load_model(
+                model,
+                dtype=config.dtype,
+                max_context=max_context,
+                report=report,
+                device=device,
+                memory_budget=memory - pools * pool_bytes,
+            )
+        pool = _pool(layout, num_pages, device, report)
+        host_pool = None if host_pages is None else _host_pool(layout, host_pages, device, report)
+        yield NodeDevice(model, layout, pool, TransformersRunner(weights[device], pool), max_context, host_pool)
+
+
+def _pool(layout: PageLayout, num_pages: int, device: torch.device, report: Callable[[str], None]) -> KVPool:
+    size = num_pages * layout.page_bytes
     try:
         pool = KVPool(layout, num_pages, device)
     except RuntimeError as error:  # torch has no memory: others use it, or this process may not
-        raise _pool_refused(num_pages, pool_bytes, f"cannot be allocated: {str(error).splitlines()[0]}") from error
+        raise _pool_refused(num_pages, size, f"cannot be allocated: {str(error).splitlines()[0]}") from error
     report(
         f"page pool: {num_pages} pages of {layout.page_size} tokens, {layout.page_bytes} bytes each, "
-        f"{megabytes(pool_bytes)} on {device}"
+        f"{megabytes(size)} on {device}"
     )
-    host_pool = None if host_pages is None else _host_pool(layout, host_pages, device, report)
-    return NodeDevice(model, layout, pool, TransformersRunner(loaded, pool), max_context, host_pool)
+    return pool
 
 
-def _host_pages(layout: PageLayout, budget: int, device: torch.device, pool_bytes: int) -> int:
-    """Pages of a host pool of `budget` bytes, which on a CPU node lies beside the page pool."""
-    there_is = _host_memory() - (0 if device.type == "cuda" else pool_bytes)
+def _host_pages(layout: PageLayout, budget: int, pools: int, taken: int) -> int:
+    """Pages of a host pool of `budget` bytes, one of several, beside the `taken` bytes of page pools on the host."""
+    there_is = (_host_memory() - taken) // pools
     if not layout.page_bytes <= budget <= there_is:
         limit = f"{layout.page_bytes}, one page, to {there_is}, the memory of this host"
         raise ConfigError([f"host_kv_memory is {int(budget)} bytes; allowed: {limit}"])
@@ -108,11 +137,14 @@ def _pool_refused(num_pages: int, pool_bytes: int, why: str) -> ConfigError:
     return ConfigError([f"kv_memory, num_pages: a {pool} {why}"])
 
 
-def _pick(device: Device) -> torch.device:
+def _devices(device: Device, ranks: int) -> list[torch.device]:
+    """The device of each rank."""
     available = torch.cuda.is_available()
     if device is Device.CUDA and not available:
         raise ConfigError(["device: cuda was asked for, but torch finds no CUDA device"])
-    return torch.device("cuda" if available and device is not Device.CPU else "cpu")
+    if not available or device is Device.CPU:
+        return [torch.device("cpu")] * ranks
+    return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
 
 
 def _memory(config: NodeConfig, device: torch.device) -> int:

@@ -16,6 +16,8 @@ from engine.core.messages import (
     PrefillReport,
     Reserve,
     RoomFailed,
+    RoomQuiesced,
+    WriterQuiesced,
 )
 from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason
@@ -92,6 +94,8 @@ def test_a_client_that_leaves_is_told_once(house: House, node: Node) -> None:
     house.front.abort("r1")
     house.check()
     assert [abort.key for abort in house.links[node].of(Abort)] == [key]
+    house.report(node, RoomQuiesced(key))
+    assert not house.links[node].of(WriterQuiesced), "nothing of it was ever fenced"
 
 
 def test_a_token_of_a_room_that_was_not_admitted(house: House, node: Node) -> None:

@@ -223,6 +223,16 @@ def test_an_attempt_goes_on_where_the_last_one_ended() -> None:
     assert tokens(link, rest_of_it) == expected(whole)[4:]
 
 
+def test_penalties_count_what_was_said_before() -> None:
+    penalty = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1.0)
+    alike, unlike = submit(prompt(9), max_new=24), submit(prompt(9), max_new=24, sampling=penalty)
+    with node() as u:
+        link = link_to(u)
+        u.tell(link, alike, unlike)
+        rest(u)
+    assert len(set(tokens(link, unlike))) > len(set(tokens(link, alike)))
+
+
 def test_a_stop_token_ends_the_answer_and_is_named() -> None:
     free = expected(submit(prompt(33), max_new=12))
     at = next(i for i in range(1, 12) if free[i] not in free[:i])
@@ -293,29 +303,32 @@ def test_a_crowd_in_a_tiny_pool_is_answered_one_way_or_the_other() -> None:
 
 
 def test_a_prompt_that_is_half_read_gives_way_before_any_answer() -> None:
-    answering, reading = submit(prompt(10), max_new=40, ignore_eos=False), submit(prompt(44, first=80), max_new=2)
-    with node(16, eager=True, chunk_size=12) as u:
+    answering, reading = submit(prompt(6), max_new=40, ignore_eos=False), submit(prompt(48, first=80), max_new=2)
+    with node(16, eager=True, chunk_size=8, max_running=2) as u:
         link = link_to(u)
         u.tell(link, answering)
         u.turn()
         u.tell(link, reading)
         u.until(lambda: u.stats.waiting == 1 and len(admitted(link)) == 2, "the prompt is put back")
-        assert u.engine._scheduler.continuation is None
+        assert not link.tokens(key_of(reading)), "before it was read"
         rest(u)
+    assert failed(link) == []
     assert tokens(link, answering) == expected(answering)
     assert tokens(link, reading) == expected(reading)
 
 
 def test_priorities_choose_who_is_retracted() -> None:
-    asked = [submit(prompt(8, first=60 * i), max_new=28, priority=i, ignore_eos=False) for i in (1, 0)]
+    low, high = (submit(prompt(8, first=60 * i), max_new=28, priority=i, ignore_eos=False) for i in (0, 1))
     with node(16, eager=True, priority_scheduling=True) as u:
         link = link_to(u)
-        u.tell(link, *asked)
-        u.until(lambda: len(link.tokens(key_of(asked[1]))) > 0 and u.stats.waiting == 1, "one is retracted")
+        u.tell(link, low)
+        u.turn()
+        u.tell(link, high)
+        u.until(lambda: bool(link.tokens(key_of(high))) and u.stats.waiting == 1, "one is retracted")
         (waiting,) = [r for r in u.engine._rooms.values() if not r.decoding]
-        assert waiting.key == key_of(asked[1])
+        assert waiting.key == key_of(low), "though it has generated more"
         rest(u)
-    assert [tokens(link, one) for one in asked] == [expected(one) for one in asked]
+    assert [tokens(link, one) for one in (low, high)] == [expected(one) for one in (low, high)]
 
 
 def test_a_request_of_much_higher_priority_takes_the_place_of_another() -> None:
@@ -348,6 +361,17 @@ def test_the_last_one_ends_with_the_limit_when_the_node_is_too_small(monkeypatch
     assert link.of(RoomFailed)[0].reason == "out of pages: this node has 8 pages of 4 tokens"
     # 32 tokens have a page, and what follows the last of them is known as well.
     assert tokens(link, asked) == expected(asked)[:23]
+
+
+def test_an_answer_that_has_begun_goes_on_as_far_as_it_can() -> None:
+    """Elsewhere there was room for all of it, here there is not."""
+    with node(16) as u:
+        link = link_to(u)
+        asked = submit(prompt(30), max_new=500, first_index=10)
+        u.tell(link, asked)
+        rest(u)
+    assert failed(link) == [(key_of(asked), "decoding", False, "RESOURCE_EXHAUSTED")]
+    assert len(tokens(link, asked)) == 64 - 30 + 1
 
 
 def test_what_can_never_fit_is_refused_with_the_limit() -> None:
