@@ -9,11 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.core.types import ceil_div
+from engine.core.types import PrefillTask, ceil_div
 from prefill_service.request import PrefillRequest
 
-__all__ = ["Ranking", "choose_victims"]
+__all__ = ["Decoding", "Ranking", "choose_victims"]
+
+
+class Decoding(Protocol):
+    """What a scheduler must know of the decoding of its requests, on a node that does both."""
+
+    def growth(self, request: PrefillRequest) -> float:
+        """Tokens by which its memory is expected to grow."""
+        ...
+
+    def preempt(self, request: PrefillRequest) -> PrefillTask:
+        """It decodes no further for now. Returns the task that takes it up again, as `Scheduler.requeue` wants it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +65,17 @@ def choose_victims(
     newcomer: PrefillRequest,
     running: Iterable[PrefillRequest],
     ranking: Ranking,
-    short: float,
+    short: float | None,
     gain: Callable[[PrefillRequest], float],
 ) -> Sequence[PrefillRequest]:
-    """The fewest of `running`, least important and then newest first, that give back `short` or more.
+    """Who of `running` gives way, least important and then newest first, until they give back `short` tokens of memory.
 
-    None at all unless together they suffice: nobody is preempted in vain. gain: what one gives back, as `short` counts.
+    None at all unless together they suffice: nobody is preempted in vain. gain: tokens that one gives back. short: None
+    where a slot is what is missing, for which one is enough.
     """
     victims = []
+    if short is None:
+        short, gain = 1, lambda request: 1
     for request in sorted(running, key=lambda r: (ranking.of(r), -r.queue_time)):
         if short <= 0:
             break

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import AlreadyExists, ConfigError, InvalidField
 from engine.core.lifetime import LifetimeEvent, Timeline
 from engine.core.page_keys import page_keys
 from engine.core.room_budget import longest_prompt, never_fits_unified
-from engine.core.types import PrefillTask, RoomKey, ceil_div
+from engine.core.types import PrefillTask, RoomKey
 from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Adder, Attempt, shortest_first_limit
 from prefill_service.admission import Admission
@@ -34,24 +33,13 @@ from prefill_service.cost_model import CostModel
 from prefill_service.host_tier import TierCopies
 from prefill_service.options import SchedulerConfig
 from prefill_service.policy import Policy, QueueOrder, without_cache
-from prefill_service.preemption import Ranking, choose_victims
+from prefill_service.preemption import Decoding, Ranking, choose_victims
 from prefill_service.prefix_cache import CACHE, PrefixCache
 from prefill_service.records import BatchRow, PassRecord, PrefillBatch, SchedulerStats, SendSpan
 from prefill_service.request import PrefillRequest, RequestState, sibling_key
+from prefill_service.request_pages import RequestPages
 
 __all__ = ["BatchRow", "Decoding", "PassRecord", "PrefillBatch", "Scheduler", "SchedulerStats", "SendSpan"]
-
-
-class Decoding(Protocol):
-    """What a scheduler must know of the decoding of its requests, on a node that does both."""
-
-    def growth(self, request: PrefillRequest) -> float:
-        """Tokens by which its memory is expected to grow."""
-        ...
-
-    def preempt(self, request: PrefillRequest) -> PrefillTask:
-        """It decodes no further for now. Returns the task that takes it up again, as for `Scheduler.requeue`."""
-        ...
 
 
 class Scheduler:
@@ -87,6 +75,7 @@ class Scheduler:
         self._clock = clock
         self._on_pass = on_pass
         self._decoding = decoding
+        self._pages = RequestPages(cache, allocator, page_size, low_priority_first=config.low_priority_first)
         threshold = config.preemption_threshold if config.priority_scheduling else None
         self._ranking = None if threshold is None else Ranking(threshold, config.low_priority_first)
         self._costs = CostModel()
@@ -209,20 +198,14 @@ class Scheduler:
 
     def grow(self, request: PrefillRequest, tokens: int) -> bool:
         """Give a request in flight the pages of `tokens` tokens, evicting what is missing. False: memory is short."""
-        missing = ceil_div(tokens, self._page_size) - len(request.pages)
-        if missing > self._allocator.available + self._cache.evictable:
-            return False
-        if missing > 0:
-            self._cache.evict(max(0, missing - self._allocator.available))
-            request.pages += self._allocator.allocate(missing, request.key)
-        return True
+        return self._pages.grow(request, tokens)
 
     def store(self, request: PrefillRequest, token_ids: Sequence[int]) -> None:
         """Cache the whole pages of a request in flight. token_ids: all whose KV is in its pages."""
         if self._config.prefix_cache:
             request.keys = page_keys(token_ids, self._page_size, request.task.extra_key)
             request.computed = request.end = request.length = len(token_ids)
-            self._store(request)
+            self._pages.keep(request)
 
     def requeue(self, key: RoomKey, task: PrefillTask) -> None:
         """Let a request in flight, or the continuation, wait again, at the head. What it has computed stays cached.
@@ -238,8 +221,7 @@ class Scheduler:
         else:
             del self._in_flight[key]
             self.store(request, task.token_ids[:-1])
-        self._allocator.free(request.private_pages, key)
-        self._cache.unlock(request.node)
+        self._pages.give_back(request)
         request.wait_again(task, task.page_keys if self._config.prefix_cache else ())
         self._passed.pop(key, None)
         self._waiting.insert(0, request)
@@ -305,7 +287,7 @@ class Scheduler:
             request.chunks += 1
             request.times.chunk_done(row.end, row.end - row.start)
             self._computed_tokens += row.end - row.start
-            self._store(request)
+            self._pages.keep(request)
             if not request.aborted:
                 final = len(request.pages) if row.is_last else row.end // self._page_size
                 spans.append(SendSpan(request, request.sent, tuple(request.pages[request.sent : final]), row.is_last))
@@ -375,15 +357,10 @@ class Scheduler:
         """Preempt for a request of much higher priority. Only where requests decode: pages that are being sent stay."""
         if self._ranking is None or self._decoding is None:
             return False
+        running = [request for request in self._in_flight.values() if not request.aborted]
         node = newcomer.reusable(self._page_size)
         self._cache.lock(node)  # what it shares with a victim stays protected by it, and so is no gain
-        victims = choose_victims(
-            newcomer,
-            [request for request in self._in_flight.values() if not request.aborted],
-            self._ranking,
-            1 if short is None else short,
-            self._gain if short is not None else lambda request: 1,
-        )
+        victims = choose_victims(newcomer, running, self._ranking, short, self._gain)
         self._cache.unlock(node)
         for victim in victims:
             adder.give_back(self._decoding.growth(victim))
@@ -393,31 +370,22 @@ class Scheduler:
     def _gain(self, request: PrefillRequest) -> float:
         """Tokens of memory that a decoding request gives back when it waits again."""
         assert self._decoding is not None
-        pages = len(request.private_pages) + self._cache.exclusive(request.node)
-        return self._decoding.growth(request) + pages * self._page_size
+        return self._decoding.growth(request) + self._pages.returns(request) * self._page_size
 
     def _build(self, attempts: Iterable[Attempt]) -> tuple[BatchRow, ...]:
-        """Allocate the pages of what was admitted, evicting what is missing, which its accounts have made sure of."""
+        """Give what was admitted its pages."""
         granted = [attempt for attempt in attempts if attempt.extend]
-        requests = [attempt.request for attempt in granted]
-        covered = [r.node.depth if r.state is RequestState.WAITING else len(r.pages) for r in requests]
-        missing = [ceil_div(r.end, self._page_size) - count for r, count in zip(requests, covered, strict=True)]
-        loaded = sum(attempt.loaded for attempt in granted)
-        self._host_hit_tokens += loaded
-        self._cache.evict(max(0, loaded // self._page_size + sum(missing) - self._allocator.available))
-        for request in requests:
+        self._pages.take(granted)
+        rows = []
+        for attempt in granted:
+            request = attempt.request
             if request.state is RequestState.WAITING:
-                self._cache.load(request.node)
                 request.state = RequestState.RUNNING
-                request.pages = self._cache.pages(request.node)
                 request.sent = request.node.depth
                 request.cached_tokens = request.computed
                 request.times.stamp(LifetimeEvent.ADMITTED)
-                self._cache.use(request.node)
                 self._cached_tokens += request.cached_tokens
-        rows = []
-        for request, count in zip(requests, missing, strict=True):
-            request.pages += self._allocator.allocate(count, request.key)
+                self._host_hit_tokens += attempt.loaded
             start, is_last = request.computed, request.end == request.length
             admitted = request.chunks == 0
             rows.append(BatchRow(request, start, request.end, is_last, tuple(request.pages), admitted))
@@ -441,24 +409,7 @@ class Scheduler:
         admitted = (*self._in_flight.values(), *([self._continuation] if self._continuation else []))
         return Counter(request.task.routing_key for request in admitted if request.task.routing_key)
 
-    # ---- pages ----
-
-    def _store(self, request: PrefillRequest) -> None:
-        """Hand the whole pages computed so far to the cache, and let the request's lock follow."""
-        keys = request.keys[: request.computed // self._page_size]
-        if len(keys) <= request.node.depth:
-            return
-        before = request.node
-        request.node = self._cache.insert(before, keys, request.pages, request.key, self._worth(request))
-        self._cache.lock(request.node)
-        self._cache.unlock(before)
-
-    def _worth(self, request: PrefillRequest) -> float:
-        """Greater: kept longer when eviction is by priority."""
-        priority = request.task.priority
-        if priority is None:
-            return float("-inf")
-        return -priority if self._config.low_priority_first else priority
+    # ---- how they end ----
 
     def _settle(self, request: PrefillRequest) -> None:
         """No chunk is left to compute: in flight until every write is terminal."""
@@ -471,9 +422,7 @@ class Scheduler:
             self._in_flight[request.key] = request
 
     def _release(self, request: PrefillRequest) -> None:
-        self._allocator.free(request.private_pages, request.key)
-        self._cache.unlock(request.node)
-        request.pages = []
+        self._pages.give_back(request)
         self._passed.pop(request.key, None)
         self._end(request)
 
@@ -543,10 +492,7 @@ class Scheduler:
             assert request is self._continuation or self._in_forward(request), "a request is in no queue"
         admitted = by_state[RequestState.RUNNING] + by_state[RequestState.IN_FLIGHT]
         assert locks == len(admitted), "an admitted request holds exactly one lock, any other none"
-        for request in admitted:
-            assert request.pages[: request.node.depth] == self._cache.pages(request.node)
-            assert len(request.private_pages) == self._allocator.owned(request.key)
+        self._pages.check_integrity(admitted)
         stats = self.stats()
-        assert min((page for request in admitted for page in request.pages), default=0) >= 0, "a page is not there yet"
         assert stats.held == sum(len(request.private_pages) for request in admitted)
         assert stats.free + stats.evictable + stats.protected + stats.held == stats.num_pages

@@ -28,6 +28,7 @@ from engine.device.weights import load_model
 from prefill_service.config import PrefillConfig
 from prefill_service.loop import PrefillEngine
 from prefill_service.options import SchedulerConfig
+from prefill_service.ranks import Ranks
 from tests.helpers.models import prepared_tiny
 from transfer.agent import TransferAgent
 from transfer.receiver import ReceiverEvent
@@ -148,12 +149,14 @@ def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: A
 
 
 @contextmanager
-def prefill_engine(num_pages: int, *, host_pages: int | None = None, **options: Any) -> Iterator[Driven[PrefillEngine]]:
-    """`options` are those of SchedulerConfig."""
+def prefill_engine(
+    num_pages: int, *, host_pages: int | None = None, ranks: Ranks | None = None, **options: Any
+) -> Iterator[Driven[PrefillEngine]]:
+    """`options` are those of SchedulerConfig. ranks: which it is one of."""
     device = tiny_device(num_pages, host_pages)
     agent = TransferAgent(NodeIdentity.new("p"), device.memory)
     config = PrefillConfig(NodeConfig(write_timeout=5.0), SchedulerConfig(**options))
-    engine = PrefillEngine(device, config, agent, Metrics(NodeMetric))
+    engine = PrefillEngine(device, config, agent, Metrics(NodeMetric), ranks=ranks)
     engine._sender.start()
     try:
         engine.warm_up()

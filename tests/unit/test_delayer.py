@@ -71,7 +71,7 @@ class SelfSet:
         self.delayer = Delayer(RankConfig(delay_self_set=True, max_delay_passes=1, **options), TARGET, self.clock)
         self.arrived = 0
         for _ in range(1000):
-            self.clock.advance(0.1 * RATE_WINDOW_S / rate)
+            self.clock.advance(1.0 / rate)
             self.arrived += 1
             self.ask(NOTHING)
 
