@@ -33,6 +33,8 @@ from engine.core.errors import ConfigError, DeadlineExceeded, KVRelayError, Unav
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
 from kvrelay.v1 import admin_pb2
+from prefill_service.config import PrefillConfig
+from rpc.node import rank_ids
 
 __all__ = ["Cluster", "Interrupts", "Plan", "claim_address", "plan_cluster", "up"]
 
@@ -53,6 +55,11 @@ class Plan:
     commands: Mapping[str, tuple[str, ...]]  # by the child's name
     roles: Mapping[str, str]  # by the child's name
     env: Mapping[str, str]
+    ranks: int = 1  # of each prefill node
+
+    def node_ids(self, name: str) -> tuple[str, ...]:
+        """What a child is called in the cluster."""
+        return rank_ids(name, self.ranks if self.roles[name] == Role.PREFILL else 1)
 
 
 def plan_cluster(
@@ -69,8 +76,10 @@ def plan_cluster(
     configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in (*nodes, _BOOTSTRAP)]
     node: NodeConfig = configs[0].node
     threads = node.threads
+    ranks = next((config.ranks.dp_size for config in configs if isinstance(config, PrefillConfig)), 1)
     if threads is None and "OMP_NUM_THREADS" not in env:
-        threads = max(1, len(os.sched_getaffinity(0)) // sum(nodes.values()))
+        engines = sum(count * (ranks if role is Role.PREFILL else 1) for role, count in nodes.items())
+        threads = max(1, len(os.sched_getaffinity(0)) // engines)
     if threads is not None:
         flags = {**flags, "threads": threads}
         env = {**env, "OMP_NUM_THREADS": str(threads)}
@@ -87,7 +96,7 @@ def plan_cluster(
         own += [f"--config={file.absolute()}"] if file else []
         # -P: a folder `engine` where the user stands is not ours.
         commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
-    return Plan(address, metrics, node, commands, roles, env)
+    return Plan(address, metrics, node, commands, roles, env, ranks)
 
 
 def _as_flags(config: type, options: Mapping[str, object]) -> list[str]:
@@ -223,8 +232,9 @@ class Cluster:
         except KVRelayError:
             return list(self._children)
         serving = {node.node_id: node.incarnation for node in nodes if node.stats.serving}
-        self._incarnations = {serving[name] for name in self._children if name in serving}
-        return [name for name in self._children if name not in serving and name != _BOOTSTRAP]
+        ours = {name: self.plan.node_ids(name) for name in self._children if name != _BOOTSTRAP}
+        self._incarnations = {serving[one] for ids in ours.values() for one in ids if one in serving}
+        return [name for name, ids in ours.items() if not serving.keys() >= set(ids)]
 
     def _death(self, child: Child) -> Unavailable:
         """Report a process that has ended, with its last lines unless it simply left."""
@@ -294,7 +304,7 @@ def up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
     parser.add_argument("--quiet", action="store_true", help="do not show the log lines of the processes")
     add_config_file(parser, f"TOML file of options of any service; {', '.join(_DECIDED_HERE)} in it are not used")
-    text = "torch threads of each node (default: OMP_NUM_THREADS, or the cores shared out among the nodes)"
+    text = "torch threads of each engine (default: OMP_NUM_THREADS, or the cores shared out among the engines)"
     parser.add_argument("--threads", default=argparse.SUPPRESS, metavar="N", help=text)
     seen = {*_DECIDED_HERE, "threads"}
     for config in CONFIGS.values():

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cli.client import CALL_TIMEOUT_S, ROLES, Client, ClientConfig
-from cli.show import say, table
+from cli.show import printable, say, table
 from engine.core.config import add_arguments
-from engine.core.journal import Accounts, Considered, Refusal, RoomRecord
+from engine.core.journal import Accounts, Considered, EventTime, Refusal, RoomRecord
 from engine.core.lifetime import LifetimeEvent
 from engine.core.types import Role
 from kvrelay.v1 import admin_pb2
@@ -92,7 +92,10 @@ def _json(request_id: str, told: Sequence[_Told], silent: Sequence[str]) -> dict
 
 def _text(request_id: str, told: Sequence[_Told]) -> str:
     keys = list(dict.fromkeys(one.record.key for one in told))
-    lines = [f"request {request_id}: {len(keys)} attempt" + ("s" if len(keys) > 1 else "")]
+    lines = [f"request {printable(request_id)}: {len(keys)} attempt" + ("s" if len(keys) > 1 else "")]
+    epochs = {key.epoch for key in keys}
+    if epochs != set(range(max(epochs) + 1)):
+        lines[0] += " known here; others were on nodes that are gone, or are forgotten"
     for key in keys:
         lines += ["", f"attempt {key.epoch + 1}, room {key}"]
         for one in told:
@@ -115,7 +118,7 @@ def _node(one: _Told) -> Iterator[str]:
     if record.left_out:
         yield f"    {_passes(record.left_out)} in between left no record"
     yield from (f"    {line}" for line in _timeline(one))
-    if phases := ", ".join(_phases(record)):
+    if phases := ", ".join(_phases(one)):
         yield f"    in short: {phases}"
 
 
@@ -137,7 +140,8 @@ def _considered(one: Considered) -> Iterator[str]:
 def _why(one: Considered) -> str:
     """A sentence: why it was admitted, or was not."""
     if not one.refusal:
-        found = f" after {one.prefix:,} that were there" if one.prefix else ""
+        host = f" ({one.loaded:,} of them loaded from the host)" if one.loaded else ""
+        found = f" after {one.prefix:,} that were there{host}" if one.prefix else ""
         if not one.chunked:
             return f"admitted: all {one.wanted:,} tokens left{found}"
         return f"admitted in part: {one.extend:,} of {one.wanted:,} tokens left{found}"
@@ -175,7 +179,7 @@ def _timeline(one: _Told) -> Iterator[str]:
     if one.role is Role.DECODE:
         events[LifetimeEvent.GRANTED] = _RESERVED
     found = [(c.time, f"chunk to {c.end:,}", f"forward with {c.tokens:,} tokens of it") for c in one.record.chunks]
-    found += [(event.time, *events.get(event.event, (event.event, ""))) for event in one.record.events]
+    found += [(event.time, *events.get(event.event, (event.event, ""))) for event in _events(one)]
     found.sort(key=lambda row: row[0])
     rows = [["event", "seconds", "since the last"]]
     before = 0.0
@@ -188,10 +192,18 @@ def _timeline(one: _Told) -> Iterator[str]:
         yield f"{line.ljust(width)}   {remark}".rstrip()
 
 
-def _phases(record: RoomRecord) -> Iterator[str]:
-    times = {one.event: one.time for one in record.events}
-    if record.chunks:
-        times[LifetimeEvent.CHUNK_DONE] = record.chunks[-1].time
+def _events(one: _Told) -> list[EventTime]:
+    """What happened. A unified node waits for no grant and writes to nobody."""
+    apart = (LifetimeEvent.GRANTED, LifetimeEvent.LAST_WRITE) if one.role is Role.UNIFIED else ()
+    return [event for event in one.record.events if event.event not in apart]
+
+
+def _phases(told: _Told) -> Iterator[str]:
+    times = {one.event: one.time for one in _events(told)}
+    if told.record.chunks:
+        times[LifetimeEvent.CHUNK_DONE] = told.record.chunks[-1].time
+    if told.role is Role.UNIFIED and LifetimeEvent.TOKEN_0 in times:
+        times[LifetimeEvent.FIRST_STEP] = times[LifetimeEvent.TOKEN_0]  # the second token comes of the next forward
     for name, starts, end in _PHASES:
         start = next((times[one] for one in starts if one in times), None)
         if start is not None and end in times:

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.client import CALL_TIMEOUT_S, ROLES, Client, ClientConfig, named_error, open_channel
-from cli.show import bytes_text, describe_error, say, table, wide_table
+from cli.show import bytes_text, describe_error, printable, say, table, wide_table
 from engine.core.config import add_arguments
 from engine.core.errors import NotFound
 from engine.core.messages import NodeStats
@@ -163,7 +163,7 @@ def _request_table(requests: list[admin_pb2.LiveRequest]) -> str:
     for one in requests:
         numbers = [str(n) for n in (one.prompt_tokens, one.output_tokens, one.attempts)]
         where = [one.prefill_node or "-", one.decode_node or "-"]
-        rows.append([one.request_id, one.state, *where, *numbers, f"{one.age:.1f} s"])
+        rows.append([printable(one.request_id), one.state, *where, *numbers, f"{one.age:.1f} s"])
     return table(rows, left=4)
 
 

@@ -15,7 +15,7 @@ from engine.core.errors import KVRelayError
 if TYPE_CHECKING:  # `kvrelay --help` comes by here and needs no protobuf
     from kvrelay.v1 import generation_pb2 as pb
 
-__all__ = ["Waiting", "bytes_text", "describe_error", "say", "table", "timing_table", "wide_table"]
+__all__ = ["Waiting", "bytes_text", "describe_error", "printable", "say", "table", "timing_table", "wide_table"]
 
 SIGN_OF_LIFE_S = 2.0
 
@@ -41,10 +41,16 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+def printable(text: str) -> str:
+    """Text that a terminal shows as it is: others choose request ids, and some characters would clear the screen."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def describe_error(error: KVRelayError) -> str:
     """One line: status, message, and what the server added to it."""
-    message = " ".join(str(error).split())
-    details = [f"{key}={value}" for key, value in error.metadata.items() if value not in message]
+    message = printable(" ".join(str(error).split()))
+    added = {key: printable(value) for key, value in error.metadata.items()}
+    details = [f"{key}={value}" for key, value in added.items() if value not in message]
     if error.retry_after is not None:
         details.append(f"retry after {error.retry_after:g} s")
     return f"{error.code}: {message}" + (f" ({', '.join(details)})" if details else "")

@@ -6,7 +6,9 @@ Both are made from `PassRecord`s, and know nothing of the loop that runs the pas
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -30,8 +32,8 @@ class PassJournal(RoomJournal):
         for position, attempt in record.placed():
             considered = Considered(
                 1, record.number, record.time, record.number, record.time, record.policy, record.in_effect,
-                position, record.waiting, attempt.prefix, attempt.wanted, attempt.extend, attempt.chunked,
-                attempt.verdict, attempt.refusal or "", attempt.need, attempt.room, attempt.before, attempt.after,
+                position, record.waiting, attempt.prefix, attempt.loaded, attempt.wanted, attempt.extend,
+                attempt.chunked, attempt.verdict, attempt.refusal or "", attempt.need, attempt.room, attempt.before, attempt.after,
             )  # fmt: skip
             self.considered(attempt.request.key, considered)
 
@@ -39,7 +41,8 @@ class PassJournal(RoomJournal):
 class PassLog:
     """A file that gets one line of JSON a pass. Several nodes may write to one file, as lines are written whole.
 
-    An engine must not end for want of disk space: the first error while writing is logged, and ends the log.
+    An engine must not end for want of disk space, nor wait for whoever reads a pipe: the first error while writing is
+    logged, and ends the log.
     Raises ConfigError when the file cannot be opened.
     """
 
@@ -47,7 +50,8 @@ class PassLog:
         self._node_id = node_id
         self._path = path
         try:
-            self._file = path.open("ab", buffering=0)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            self._file = io.FileIO(path, "ab", opener=lambda name, _: os.open(name, flags, 0o666))
         except OSError as error:
             raise ConfigError([f"log_passes: cannot write {path}: {error.strerror}"]) from error
 
@@ -88,6 +92,7 @@ def pass_to_json(record: PassRecord, node_id: str) -> dict[str, object]:
                 "room": str(attempt.request.key),
                 "position": position,
                 "prefix": attempt.prefix,
+                "loaded": attempt.loaded,
                 "wanted": attempt.wanted,
                 "extend": attempt.extend,
                 "chunked": attempt.chunked,

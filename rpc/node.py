@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
@@ -126,6 +127,9 @@ class _NodeProcess:
     async def run(self) -> int:
         while not all(engine.ready for engine in self._engines) and not self._failed and self._leave_by is None:
             await asyncio.sleep(WATCH_S)
+        # A full collection looks at all that torch and transformers have loaded, and stops every thread for 250 ms.
+        gc.collect()
+        gc.freeze()  # what is here now stays for good, and is looked at no more
         sessions = [asyncio.create_task(session.run()) for session in self._sessions]
         serving = False
         try:

@@ -60,6 +60,7 @@ class Considered:
     position: int | None  # in the queue, from 1; None: it was partly computed, and went first
     waiting: int  # length of the queue
     prefix: int  # already in pages, so not to be computed
+    loaded: int  # of them, on the host
     wanted: int  # left to compute
     extend: int  # given: to be computed in this pass's forward; 0: refused
     chunked: bool  # extend < wanted, and not refused

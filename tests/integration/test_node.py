@@ -1,4 +1,7 @@
-"""The process round an engine: when it serves, how it leaves, and with which exit code. Here in the test's own loop."""
+"""The process round an engine, or several: when it serves, how it leaves, and with which exit code.
+
+Here in the test's own loop.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from engine.core.node_config import NodeConfig
 from engine.core.types import RoomKey
 from rpc import node as node_module
 from rpc import session as session_module
-from rpc.node import run_node
-from tests.helpers.bootstrap_peer import BootstrapPeer, bootstrap_peer
+from rpc.node import Rank, run_node
+from tests.helpers.bootstrap_peer import BootstrapPeer, PeerSession, bootstrap_peer
 from tests.helpers.cluster import free_port
 from tests.helpers.tiny_engine import TinyEngine, registration, until
 
@@ -47,17 +50,20 @@ async def peer() -> AsyncIterator[BootstrapPeer]:
 
 
 class Node:
-    """A node process without the process. `stop` what a test leaves running."""
+    """A node process without the process. `stop` what a test leaves running. `engine` is the first of its ranks."""
 
-    def __init__(self, address: str, **options: Any):
-        self.engine = TinyEngine(stall_timeout_s=options.pop("stall_timeout", 60.0))
+    def __init__(self, address: str, ranks: int = 1, **options: Any):
+        stall_timeout_s = options.pop("stall_timeout", 60.0)
+        self.engines = [TinyEngine(stall_timeout_s=stall_timeout_s) for _ in range(ranks)]
+        self.engine = self.engines[0]
         self.port = free_port()
         self.config = NodeConfig(bootstrap=(address,), listen=f"127.0.0.1:{self.port}", **options)
-        self.observed: list[NodeStats] = []
+        self.observed: dict[str, NodeStats] = {}  # what was seen of each rank last
         self._running: asyncio.Task[int] | None = None
 
     def start(self) -> None:
-        run = run_node(self.engine, registration(), self.config, self.observed.append)
+        ranks = [Rank(engine, registration(f"tiny.{rank}")) for rank, engine in enumerate(self.engines)]
+        run = run_node(ranks, self.config, lambda identity, stats: self.observed.update({identity.node_id: stats}))
         self._running = asyncio.create_task(run)
 
     @property
@@ -124,7 +130,7 @@ async def test_it_serves_once_it_can_and_is_attached(peer: BootstrapPeer) -> Non
         session = await peer.session()
         await until(lambda: session.heartbeats > 0, "a heartbeat")
         assert session.of(Heartbeat)[-1].stats.serving
-        assert one.observed[-1].serving
+        assert one.observed["tiny.0"].serving
 
 
 async def test_it_serves_only_while_it_is_attached(peer: BootstrapPeer) -> None:
@@ -331,3 +337,94 @@ async def test_an_engine_that_fails_ends_it(peer: BootstrapPeer, draining: bool)
         one.engine.on_step = fail
         assert await one.exit_code() == 1
         assert isinstance(one.engine.failure, ValueError)
+
+
+# ---- several ranks ----
+
+
+async def sessions(peer: BootstrapPeer) -> list[PeerSession]:
+    """Of two ranks, in their order."""
+    await peer.session(2)
+    return sorted(peer.sessions, key=lambda session: session.registration.identity.node_id)
+
+
+async def test_each_rank_is_a_node_and_the_process_serves_when_all_do(peer: BootstrapPeer) -> None:
+    passed, go_on = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        go_on.wait(10)
+        return False
+
+    def canary(one: Node) -> None:
+        one.engines[1].on_warm_up = lambda: passed.wait(10)
+
+    async with node(peer, canary, ranks=2, stall_timeout=0.2) as one:
+        await one.health(NOT_SERVING)
+        await until(lambda: one.engine.ready, "the first rank is ready")
+        await asyncio.sleep(0.05)
+        assert peer.dialled == 0, "nobody hears of a process that may not work"
+        passed.set()
+        await one.serving()
+        assert [s.registration.identity.node_id for s in await sessions(peer)] == ["tiny.0", "tiny.1"]
+        await until(lambda: one.observed.keys() == {"tiny.0", "tiny.1"}, "the metrics tell them apart")
+        one.engines[1].on_step = hang
+        await one.health(NOT_SERVING)
+        go_on.set()
+        await one.serving()
+
+
+async def test_each_rank_gets_its_own_commands(peer: BootstrapPeer) -> None:
+    async with node(peer, ranks=2) as one:
+        await one.serving()
+        first, second = await sessions(peer)
+        first.send(Abort(RoomKey(1, 0), "x"))
+        second.send(Abort(RoomKey(2, 0), "x"))
+        for rank, engine in enumerate(one.engines):
+            await until(lambda engine=engine: len(engine.taken) == 2, "a command came")  # type: ignore[misc]
+            assert engine.taken == [LinkUp(), Abort(RoomKey(rank + 1, 0), "x")]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Admin.Drain"])
+async def test_ranks_leave_together(peer: BootstrapPeer, how: str) -> None:
+    async with node(peer, ranks=2) as one:
+        await one.serving()
+        first, second = await sessions(peer)
+        one.engines[0].holds = BUSY
+        if how == "Admin.Drain":
+            second.send(Drain(float("inf")))
+        else:
+            await one.signal()
+        await one.health(NOT_SERVING)
+        for session in (first, second):
+            await until(lambda s=session: s.of(Heartbeat)[-1].stats.draining, "it says so")  # type: ignore[misc]
+        turns = one.engines[1].turns
+        await until(lambda: one.engines[1].turns > turns + 10, "passes go by")
+        assert not one.left
+        assert Drained() not in second.reports, "it waits for the other"
+        one.engines[0].holds = NodeStats()
+        assert await one.exit_code() == 0
+        for session in (first, second):
+            assert Drained() in session.reports
+        assert not any(engine.alive for engine in one.engines)
+
+
+async def test_a_rank_that_fails_ends_all(peer: BootstrapPeer) -> None:
+    def fail() -> bool:
+        raise ValueError("broken")
+
+    async with node(peer, ranks=2) as one:
+        await one.serving()
+        one.engines[1].on_step = fail
+        assert await one.exit_code() == 1
+        assert not any(engine.alive for engine in one.engines)
+
+
+async def test_a_rank_that_is_refused_ends_all(peer: BootstrapPeer) -> None:
+    async def refuse(_: Any) -> None:
+        if peer.dialled == 2:
+            raise Refused("page_size is 8, here 16", field="page_size")
+        await asyncio.sleep(10)
+
+    peer.on_attach = refuse
+    async with node(peer, ranks=2) as one:
+        assert await one.exit_code() == 1

@@ -75,6 +75,7 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
         self.drains: list[admin_pb2.DrainRequest] = []
         self.problems: list[str] = []
         self.explanation = explanation()
+        self.known_id = "r-7"
         self.busy = False
 
     def listing(self, *, running: int = 1, draining: bool = False, gone: bool = False) -> admin_pb2.ListNodesResponse:
@@ -95,7 +96,9 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
         return self.listing()
 
     async def ListRequests(self, request: Any, context: Any) -> admin_pb2.ListRequestsResponse:
-        live = admin_pb2.LiveRequest(request_id="r-7", state="decoding", prefill_node="prefill-0", output_tokens=9)
+        live = admin_pb2.LiveRequest(
+            request_id=self.known_id, state="decoding", prefill_node="prefill-0", output_tokens=9
+        )
         return admin_pb2.ListRequestsResponse(requests=[live])
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
@@ -103,8 +106,8 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.DrainResponse()
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
-        if request.request_id != "r-7":
-            raise NotFound("no node knows of a request")
+        if request.request_id != self.known_id:
+            raise NotFound("no node knows of a request", request_id=request.request_id)
         return self.explanation
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.ListNodesResponse]:
@@ -126,7 +129,8 @@ def explanation() -> admin_pb2.ExplainResponse:
         ),
         types_pb2.Considered(
             count=1, first_number=341, first_time=2, number=341, time=2, policy="lpm", in_effect="lpm", position=1,
-            waiting=2, prefix=16, wanted=2064, extend=2048, chunked=True, verdict="OTHER", before=before, after=after,
+            waiting=2, prefix=16, loaded=16, wanted=2064, extend=2048, chunked=True, verdict="OTHER",
+            before=before, after=after,
         ),
         types_pb2.Considered(
             count=1, first_number=342, first_time=3, number=342, time=3, policy="lpm", in_effect="lpm",
@@ -456,7 +460,7 @@ def test_explain_tells_every_pass_and_the_time_of_everything(run: Run, capsys: C
         "  prefix 0, wanted 2,064, given 0; for the next: NO_TOKEN",
         "  rem_input 16,384, rem_chunk 2,048, total 1,920, current 1,920",
         "pass 341 at 2.0000 s: position 1 of 2, lpm",
-        "  admitted in part: 2,048 of 2,064 tokens left after 16 that were there",
+        "  admitted in part: 2,048 of 2,064 tokens left after 16 that were there (16 of them loaded from the host)",
         "  prefix 16, wanted 2,064, given 2,048; for the next: OTHER",
         "  rem_input 16,384 > 14,336, rem_chunk 2,048 > 0, total 9,000 > 6,936, current 9,000 > 6,936",
         "pass 342 at 3.0000 s: partly computed, ahead of 4 waiting, lpm",
@@ -518,9 +522,42 @@ def test_explain_json(run: Run, capsys: Capture) -> None:
     assert room["events"][1] == {"event": "granted", "time": 0.25}
 
 
+def test_explain_says_when_attempts_are_missing(run: Run, front: Front, capsys: Capture) -> None:
+    for node in front.admin.explanation.nodes:
+        kept = [room for room in node.rooms if room.epoch == 1]
+        del node.rooms[:]
+        node.rooms.extend(kept)
+    assert run("explain", "r-7") == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "request r-7: 1 attempt known here; others were on nodes that are gone, or are forgotten"
+
+
+def test_explain_of_a_unified_node_tells_of_no_grant_and_no_writes(run: Run, front: Front, capsys: Capture) -> None:
+    front.admin.explanation.nodes[0].role = types_pb2.ROLE_UNIFIED
+    del front.admin.explanation.nodes[1:]
+    assert run("explain", "r-7") == 0
+    out = capsys.readouterr().out
+    assert "granted" not in out
+    assert "last write" not in out
+    assert out.splitlines()[-1].strip() == "in short: queue 2.0000 s, prefill 1.2500 s, decode 0.2500 s"
+
+
+def test_a_request_id_cannot_play_with_the_terminal(run: Run, front: Front, capsys: Capture) -> None:
+    evil = "\x1b[2Jr\u202e\n\x9b"
+    shown = "\\x1b[2Jr\\u202e\\n\\x9b"
+    front.admin.known_id = evil
+    assert run("explain", evil) == 0
+    assert capsys.readouterr().out.startswith(f"request {shown}: 2 attempts\n")
+    assert run("status", "--requests") == 0
+    assert shown in capsys.readouterr().out
+    front.admin.known_id = "another"
+    assert run("explain", evil) == 1
+    assert capsys.readouterr().err.endswith(f"(request_id={shown})\n")
+
+
 def test_explain_of_an_unknown_request(run: Run, capsys: Capture) -> None:
     assert run("explain", "r-8") == 1
-    assert capsys.readouterr() == ("", "kvrelay: NOT_FOUND: no node knows of a request\n")
+    assert capsys.readouterr() == ("", "kvrelay: NOT_FOUND: no node knows of a request (request_id=r-8)\n")
 
 
 def test_drain_tells_until_the_node_is_gone(run: Run, front: Front, capsys: Capture) -> None:

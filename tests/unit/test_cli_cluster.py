@@ -372,6 +372,14 @@ def test_threads_are_the_cores_shared_out() -> None:
     assert not any("--threads" in word for word in given.commands["decode-0"])
 
 
+def test_ranks_share_the_cores_and_are_all_waited_for() -> None:
+    plan = planned({}, dp_size="3")
+    assert plan.env["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 7))
+    assert plan.node_ids("prefill-1") == ("prefill-1.0", "prefill-1.1", "prefill-1.2")
+    assert plan.node_ids("decode-0") == ("decode-0",)
+    assert planned({}).node_ids("prefill-1") == ("prefill-1",)
+
+
 def test_one_file_serves_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "0.0.0.0:1"\n')
     monkeypatch.chdir(tmp_path)

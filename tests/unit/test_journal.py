@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_a_request_tried_twice_in_one_pass_has_one_position_and_counts_one_pass(
 
 def _refusal(like: Considered, number: int, left: float = 3) -> Considered:
     return Considered(
-        1, number, float(number), number, float(number), like.policy, like.in_effect, 1, 1, 0, 8, 0, False,
+        1, number, float(number), number, float(number), like.policy, like.in_effect, 1, 1, 0, 0, 8, 0, False,
         "NO_TOKEN", "memory", 12, left, like.before, like.before,
     )  # fmt: skip
 
@@ -291,8 +292,8 @@ def test_every_pass_is_a_line_of_json_with_all_that_it_saw(tmp_path: Path) -> No
     }  # fmt: skip
     (attempt,) = first["attempts"]
     assert attempt == {
-        "request_id": "first", "room": str(key), "position": 1, "prefix": 0, "wanted": 36, "extend": 16,
-        "chunked": True, "verdict": "OTHER", "refusal": None, "need": 36 + 1 + PAGE, "left": 64,
+        "request_id": "first", "room": str(key), "position": 1, "prefix": 0, "loaded": 0, "wanted": 36,
+        "extend": 16, "chunked": True, "verdict": "OTHER", "refusal": None, "need": 36 + 1 + PAGE, "left": 64,
         "before": {"rem_input": 16384, "rem_chunk": 16, "total": 64, "current": 64},
         "after": {"rem_input": 16368, "rem_chunk": 0, "total": 44, "current": 44},
     }  # fmt: skip
@@ -316,3 +317,21 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_option(tmp_path: Path)
         PassLog(tmp_path, "prefill-0")
     with pytest.raises(ConfigError, match="No such file or directory"):
         PassLog(tmp_path / "none" / "passes.jsonl", "prefill-0")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tmp_path / "passes"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"^log_passes: cannot write .*: No such device or address"):
+        PassLog(pipe, "prefill-0")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        node = Node(num_pages=32, log=PassLog(pipe, "prefill-0"), chunk_size=16)
+        while not caplog.records:  # nobody reads, so the pipe is full sooner or later
+            node.submit("one", 40)
+            while node.turn() is not None:
+                pass
+        assert [record.message for record in caplog.records] == ["passes are logged no more"]
+        assert os.read(reader, 1 << 20).startswith(b'{"node":"prefill-0","number":1,')
+    finally:
+        os.close(reader)

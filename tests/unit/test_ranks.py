@@ -227,8 +227,11 @@ class Pair:
         rank.tell(self.link, asked, Granted(asked.task.key, self.d.identity, pages))
         return asked
 
-    def done(self, rank: Driven[PrefillEngine]) -> bool:
-        return rank is self.stopped or (rank.stats.idle and not rank.turn())
+    def at_rest(self) -> bool:
+        """After another round of each that runs."""
+        running = [rank for rank in (self.first, self.second) if rank is not self.stopped]
+        busy = [rank.turn() for rank in running]
+        return not any(busy) and all(rank.stats.idle for rank in running)
 
     def computed(self, asked: Submit) -> bool:
         return bool(self.link.tokens(asked.task.key))
@@ -244,8 +247,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         stack.callback(d.close)
         made = Pair(first, second, d)
         yield made
-        for one in (first, second):
-            one.until(lambda: made.done(one), "the rank is at rest")
+        first.until(made.at_rest, "both are at rest")
 
 
 def test_a_lone_prompt_is_held_back_for_some_short_passes(pair: Pair) -> None:

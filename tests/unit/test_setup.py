@@ -6,7 +6,7 @@ from decode_service.config import DecodeOptions, check_pool
 from engine.core.config import Bytes
 from engine.core.errors import ConfigError
 from engine.core.node_config import Device, NodeConfig
-from engine.device.setup import NodeDevice, set_up_device
+from engine.device.setup import NodeDevice, set_up_device, set_up_ranks
 from tests.helpers.models import prepared_tiny
 
 
@@ -50,6 +50,28 @@ def test_a_host_tier_has_a_pool_of_its_own() -> None:
 def test_a_host_tier_that_does_not_fit_is_refused(size: Bytes) -> None:
     with pytest.raises(ConfigError, match=r"^host_kv_memory is \d+ bytes; allowed: 12288, one page, to \d+, the mem"):
         set_up(num_pages=100, host_kv_memory=size)
+
+
+def test_ranks_share_the_weights_and_have_pools_of_their_own() -> None:
+    path = prepared_tiny().path
+    config = NodeConfig(model=str(path), model_dir=path.parent / "cache", device=Device.CPU, num_pages=100)
+    said: list[str] = []
+    first, second = set_up_ranks(config, 2, said.append, host_kv_memory=12288)
+    assert len([line for line in said if line.startswith("loading")]) == 1
+    pools = {device.pool.base_address for device in (first, second)}
+    pools |= {device.host_pool.base_address for device in (first, second) if device.host_pool}
+    assert len(pools) == 4
+    assert first.pool.num_pages == second.pool.num_pages == 100
+
+
+def test_the_pools_of_all_ranks_must_fit() -> None:
+    path = prepared_tiny().path
+    config = NodeConfig(
+        model=str(path), model_dir=path.parent / "cache", device=Device.CPU, num_pages=1000, memory_limit=Bytes("30MB")
+    )
+    next(set_up_ranks(config, 2, lambda line: None))
+    with pytest.raises(ConfigError, match="does not fit in 30 MB, 3 times, memory_limit"):
+        next(set_up_ranks(config, 3, lambda line: None))
 
 
 def test_a_decode_pool_must_hold_the_reserve_and_a_page() -> None:

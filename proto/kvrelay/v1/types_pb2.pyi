@@ -146,7 +146,7 @@ class PassAccounts(_message.Message):
     def __init__(self, rem_input: _Optional[int] = ..., rem_chunk: _Optional[int] = ..., total: _Optional[float] = ..., current: _Optional[int] = ...) -> None: ...
 
 class Considered(_message.Message):
-    __slots__ = ("count", "first_number", "first_time", "number", "time", "policy", "in_effect", "position", "waiting", "prefix", "wanted", "extend", "chunked", "verdict", "refusal", "need", "left", "before", "after")
+    __slots__ = ("count", "first_number", "first_time", "number", "time", "policy", "in_effect", "position", "waiting", "prefix", "wanted", "extend", "chunked", "verdict", "refusal", "need", "left", "before", "after", "loaded")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +166,7 @@ class Considered(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     count: int
     first_number: int
     first_time: float
@@ -185,7 +186,8 @@ class Considered(_message.Message):
     left: float
     before: PassAccounts
     after: PassAccounts
-    def __init__(self, count: _Optional[int] = ..., first_number: _Optional[int] = ..., first_time: _Optional[float] = ..., number: _Optional[int] = ..., time: _Optional[float] = ..., policy: _Optional[str] = ..., in_effect: _Optional[str] = ..., position: _Optional[int] = ..., waiting: _Optional[int] = ..., prefix: _Optional[int] = ..., wanted: _Optional[int] = ..., extend: _Optional[int] = ..., chunked: _Optional[bool] = ..., verdict: _Optional[str] = ..., refusal: _Optional[str] = ..., need: _Optional[int] = ..., left: _Optional[float] = ..., before: _Optional[_Union[PassAccounts, _Mapping]] = ..., after: _Optional[_Union[PassAccounts, _Mapping]] = ...) -> None: ...
+    loaded: int
+    def __init__(self, count: _Optional[int] = ..., first_number: _Optional[int] = ..., first_time: _Optional[float] = ..., number: _Optional[int] = ..., time: _Optional[float] = ..., policy: _Optional[str] = ..., in_effect: _Optional[str] = ..., position: _Optional[int] = ..., waiting: _Optional[int] = ..., prefix: _Optional[int] = ..., wanted: _Optional[int] = ..., extend: _Optional[int] = ..., chunked: _Optional[bool] = ..., verdict: _Optional[str] = ..., refusal: _Optional[str] = ..., need: _Optional[int] = ..., left: _Optional[float] = ..., before: _Optional[_Union[PassAccounts, _Mapping]] = ..., after: _Optional[_Union[PassAccounts, _Mapping]] = ..., loaded: _Optional[int] = ...) -> None: ...
 
 class ChunkForward(_message.Message):
     __slots__ = ("end", "tokens", "time")
