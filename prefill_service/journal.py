@@ -33,7 +33,8 @@ class PassJournal(RoomJournal):
             considered = Considered(
                 1, record.number, record.time, record.number, record.time, record.policy, record.in_effect,
                 position, record.waiting, attempt.prefix, attempt.loaded, attempt.wanted, attempt.extend,
-                attempt.chunked, attempt.verdict, attempt.refusal or "", attempt.need, attempt.room, attempt.before, attempt.after,
+                attempt.chunked, attempt.verdict, attempt.refusal or "", attempt.need, attempt.room,
+                attempt.before, attempt.after,
             )  # fmt: skip
             self.considered(attempt.request.key, considered)
 

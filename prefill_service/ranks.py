@@ -6,7 +6,7 @@
 
 A round is decided once every rank that has work has handed in its row. Nobody blocks here: a rank that is too early
 goes back to its inbox, so that it still takes in commands, and is woken when the others have come. A rank that ends,
-for whatever reason, leaves, and the round goes on without it.
+for whatever reason, leaves, and the round goes on without it; so it does when one has not come for PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from engine.core.clock import Clock, monotonic
 from prefill_service.delayer import Decision, Delayer, Row
 from prefill_service.scheduler import Scheduler
 
-__all__ = ["DELAY_PAUSE_S", "Ranks", "Seat", "describe"]
+__all__ = ["DELAY_PAUSE_S", "PATIENCE_S", "Ranks", "Seat", "describe"]
 
+PATIENCE_S = 10.0  # of one rank with another: well above a forward, and below what makes a node unhealthy
 DELAY_PAUSE_S = 0.001  # a pass that was held back waits so long for something new
 
 
@@ -50,8 +52,10 @@ class Seat:
 class Ranks:
     """Rounds of the ranks that have joined. max_running: as in `Delayer.decide`. Called from any thread."""
 
-    def __init__(self, delayer: Delayer, max_running: int | None):
+    def __init__(self, delayer: Delayer, max_running: int | None, clock: Clock = monotonic):
         self._delayer = delayer
+        self._clock = clock
+        self._since: float | None = None  # when the first row of this round came
         self._max_running = max_running
         self._lock = threading.Lock()
         self._seats: list[Seat] = []
@@ -86,8 +90,16 @@ class Ranks:
 
     def _decide_if_complete(self, here: Seat) -> None:
         arrived = [seat for seat in self._seats if seat.arrived]
-        if not arrived or any(seat.working and not seat.arrived for seat in self._seats):
+        missing = [seat for seat in self._seats if seat.working and not seat.arrived]
+        if not arrived:
             return
+        if self._since is None:
+            self._since = self._clock()
+        if missing and self._clock() - self._since < PATIENCE_S:
+            return
+        self._since = None
+        for seat in missing:
+            seat.row, seat.working = replace(seat.row, prefillable=False), False
         decision = self._delayer.decide([seat.row for seat in self._seats], self._max_running)
         for seat in arrived:
             seat.arrived, seat.decision = False, decision

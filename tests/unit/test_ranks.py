@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.clock import ManualClock
 from engine.core.messages import Abort, Granted, LinkUp, PeerJoined, Submit
 from engine.core.types import NodeIdentity, PeerInfo, Role
 from prefill_service.config import RankConfig
 from prefill_service.delayer import Decision, Delayer, Row, Status
 from prefill_service.loop import PrefillEngine
-from prefill_service.ranks import DELAY_PAUSE_S, Ranks, Seat, describe
+from prefill_service.ranks import DELAY_PAUSE_S, PATIENCE_S, Ranks, Seat, describe
 from tests.helpers.engines import PAGE, Driven, prefill_engine
 from tests.helpers.scheduling import Node, task
 from tests.helpers.tiny_engine import RecordingLink
@@ -53,6 +54,21 @@ class Table:
 def decided(answer: Decision | None) -> Decision:
     assert answer is not None
     return answer
+
+
+def test_nobody_waits_for_ever_for_a_rank_that_hangs() -> None:
+    clock = ManualClock()
+    ranks = Ranks(Delayer(RankConfig(max_delay_passes=1), 2.0), None, clock)
+    hanging, waiting = ranks.join(lambda: None), ranks.join(lambda: None)
+    assert decided(hanging.negotiate(READY)).allow
+    assert waiting.negotiate(READY) is None, "the other is at work"
+    clock.advance(PATIENCE_S - 0.1)
+    assert waiting.negotiate(READY) is None
+    clock.advance(0.2)
+    assert decided(waiting.negotiate(READY)).allow
+    assert decided(waiting.negotiate(READY)).allow, "and from then on it is not waited for"
+    assert hanging.negotiate(READY) is None, "until it is back: then they are together again"
+    assert decided(waiting.negotiate(READY)) == decided(hanging.negotiate(READY))
 
 
 def test_a_round_is_decided_once_all_that_have_work_have_come() -> None:
