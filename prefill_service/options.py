@@ -52,7 +52,7 @@ class SchedulerConfig:
         0.03, "policy lpm-aged: a token computed since a request arrived is worth so many cached", low=1e-4, high=1e3
     )
     ttft_target: float = option(
-        2.0, "policy slack: time to first token, of requests that name no target", unit="seconds", low=1e-3
+        2.0, "policy slack: time to first token, of requests that name no target", unit="s", low=1e-3, high=86400
     )
     forward_target: float | None = option(
         None, "cut prompts so that a forward takes so long; none: to chunk_size, the most in any case", low=1e-4
@@ -71,6 +71,6 @@ class SchedulerConfig:
             self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling
         )
         if self.host_kv_memory is not None and not self.prefix_cache:
-            yield "host_kv_memory is for cached pages, and prefix_cache is off: there are none"
+            yield f"host_kv_memory is {self.host_kv_memory}; allowed without prefix_cache: none, as no page is cached"
         if self.forward_target is not None and self.chunk_size is None:
-            yield "forward_target says how prompts are cut, and chunk_size is none: they are not"
+            yield f"forward_target is {self.forward_target:g}; allowed with chunk_size none: none, since none is cut"

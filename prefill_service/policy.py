@@ -75,9 +75,9 @@ def combination_problems(policy: Policy, *, cache_enabled: bool, priorities: boo
     """Why these options cannot go together."""
     if priorities and policy not in _WITH_PRIORITIES:
         allowed = ", ".join(p for p in Policy if p in _WITH_PRIORITIES)
-        yield f"priority scheduling does not go with policy {policy}; it goes with: {allowed}"
+        yield f"policy is {policy}; allowed with priority_scheduling: {allowed}"
     if not cache_enabled and policy is Policy.SHORTEST:
-        yield f"policy {policy} needs the prefix cache, which is off"
+        yield f"policy is {policy}; allowed without prefix_cache: any other, as this one orders by what is cached"
 
 
 def without_cache(policy: Policy) -> Policy:

@@ -80,7 +80,7 @@ def test_unknown_policy_lists_the_names() -> None:
 
 @pytest.mark.parametrize("policy", [p for p in Policy if p not in (Policy.FCFS, Policy.LOF)])
 def test_priorities_go_with_fcfs_and_lof_only(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match="it goes with: fcfs, lof"):
+    with pytest.raises(ConfigError, match=f"policy is {policy}; allowed with priority_scheduling: fcfs, lof"):
         load(SchedulerConfig, file=None, env={}, flags={"policy": policy, "priority_scheduling": True})
 
 
@@ -95,7 +95,7 @@ def test_without_a_cache_cache_aware_policies_become_fcfs_and_say_so(
 
 
 def test_without_a_cache_shortest_prefill_first_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs the prefix cache"):
+    with pytest.raises(ConfigError, match="policy is shortest-prefill-first; allowed without prefix_cache"):
         load(SchedulerConfig, file=None, env={}, flags={"policy": Policy.SHORTEST, "prefix_cache": "false"})
 
 
