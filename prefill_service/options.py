@@ -52,7 +52,11 @@ class SchedulerConfig:
         0.03, "policy lpm-aged: a token computed since a request arrived is worth so many cached", low=1e-4, high=1e3
     )
     ttft_target: float = option(
-        2.0, "policy slack: time to first token, of requests that name no target", unit="s", low=1e-3, high=86400
+        2.0,
+        "policy slack, delay_self_set: time to first token, of requests that name no target",
+        unit="s",
+        low=1e-3,
+        high=86400,
     )
     forward_target: float | None = option(
         None, "cut prompts so that a forward takes so long; none: to chunk_size, the most in any case", low=1e-4
