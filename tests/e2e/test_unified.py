@@ -170,9 +170,11 @@ def test_nodes_come_and_go(model: Path, tmp_path: Path) -> None:
     whole = greedy(model, prompt, 400)
     with cluster(tmp_path, model, unified=2, node_flags=(*FLAGS, "--num-pages", "256")) as two:
         answers: list[Answer] = []
-        asking = [
-            threading.Thread(target=lambda: answers.append(two.generate(prompt, max_new_tokens=400))) for _ in range(4)
-        ]
+
+        def ask(salt: str) -> None:  # else the node that has the prompt cached would be given all of them
+            answers.append(two.generate(prompt, max_new_tokens=400, cache_salt=salt))
+
+        asking = [threading.Thread(target=ask, args=(f"salt {i}",)) for i in range(4)]
         for thread in asking:
             thread.start()
         assert_eventually(lambda: {one.prefill_node for one in two.live()} == {"unified-0", "unified-1"}, "both work")
