@@ -115,8 +115,18 @@ class Adder:
 
     def holds(self, request: PrefillRequest) -> int:
         """Most memory that a request will ever keep from others, once admitted: what must be less than the pool."""
-        growth = min(request.max_new, CLIP_NEW_TOKENS) if self._decodes else 1
+        growth = request.max_new if self._decodes else 1
         return self._ceil(request.length) + growth + self._page_size
+
+    def short(self, request: PrefillRequest) -> float:
+        """Tokens of memory that are missing for it to be admitted; 0 or less: none. Its match must be fresh."""
+        node = request.reusable(self._page_size)
+        prefix = node.depth * self._page_size
+        need = self._need(request, prefix, request.length - prefix) + len(self._on_host(node)) * self._page_size
+        self._cache.lock(node)
+        room = self.accounts().total
+        self._cache.unlock(node)
+        return need + 1 - room
 
     def give_back(self, growth: float) -> None:
         """A decode row leaves, and will not grow by so much. The token it had in this forward is given to nobody."""

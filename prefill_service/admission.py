@@ -21,15 +21,15 @@ from prefill_service.request import PrefillRequest
 
 __all__ = ["Admission", "MakeWay"]
 
-MakeWay = Callable[[PrefillRequest, float | None], bool]
+MakeWay = Callable[[PrefillRequest, float, int], bool]
 
 
 class Admission:
     """lookahead: how many to try behind one that is refused for memory. passed: memory in tokens of those admitted so
     and not ended, by room, to which this pass adds. pool: tokens of all pages.
 
-    slots: requests that may be admitted; None: no limit. make_way(request, short): preempt for this request until
-    `short` more tokens of memory are there, or a slot where short is None; False when that cannot be.
+    slots: requests that may be admitted; None: no limit. make_way(request, short, slots): preempt for this
+    request until `short` more tokens of memory and so many slots are there; False, and nobody is, when that cannot be.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Admission:
         lookahead: int = 0,
         passed: dict[RoomKey, int],
         slots: int | None = None,
-        make_way: MakeWay = lambda request, short: False,
+        make_way: MakeWay = lambda request, short, slots: False,
     ):
         self.attempts: list[Attempt] = []
         self._adder = adder
@@ -62,7 +62,7 @@ class Admission:
             if verdict is Verdict.OTHER or (verdict is Verdict.NO_TOKEN and not self._lookahead):
                 return
             if self._full():
-                if not self._make_way(request, None):
+                if not self._make_way(request, self._adder.short(request), 1):
                     return
                 assert self._slots is not None
                 self._slots += 1
@@ -77,7 +77,7 @@ class Admission:
 
     def _try(self, request: PrefillRequest) -> Attempt:
         attempt = self._note(self._adder.admit(request))
-        if attempt.verdict is Verdict.NO_TOKEN and not attempt.extend and self._make_way(request, attempt.short):
+        if attempt.verdict is Verdict.NO_TOKEN and not attempt.extend and self._make_way(request, attempt.short, 0):
             attempt = self._note(self._adder.admit(request))
         return attempt
 

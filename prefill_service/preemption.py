@@ -24,6 +24,10 @@ class Decoding(Protocol):
         """Tokens by which its memory is expected to grow."""
         ...
 
+    def may_wait(self, request: PrefillRequest) -> bool:
+        """Whether it could be admitted again, once it has waited: not when it has grown to fill the pool."""
+        ...
+
     def preempt(self, request: PrefillRequest) -> PrefillTask:
         """It decodes no further for now. Returns the task that takes it up again, as `Scheduler.requeue` wants it."""
         ...
@@ -47,15 +51,18 @@ class Ranking:
         return mine > -math.inf and mine - self.of(other) > self.threshold
 
     def reserved(
-        self, queue: Iterable[PrefillRequest], continuation: PrefillRequest, budget: int, page_size: int
+        self, queue: Iterable[PrefillRequest], continuation: PrefillRequest, budget: int, page_size: int, memory: int
     ) -> int | None:
         """Most of `budget` tokens that a continuation may take, for those at the head of the queue that outrank it
-        to fit whole beside a page of it. None: no limit.
+        to fit whole beside a page of it. None: no limit. memory: tokens that can be had now; for what it refuses,
+        nothing is left over.
         """
         taken = 0
         for request in queue:
             charge = ceil_div(request.uncached, page_size) * page_size
             if not self.outranks(request, continuation) or taken + charge > budget - page_size:
+                break
+            if taken + charge + 2 * page_size >= memory:  # a page of the continuation, and the one kept for each
                 break
             taken += charge
         return (budget - taken) // page_size * page_size if taken else None
@@ -65,22 +72,21 @@ def choose_victims(
     newcomer: PrefillRequest,
     running: Iterable[PrefillRequest],
     ranking: Ranking,
-    short: float | None,
+    short: float,
     gain: Callable[[PrefillRequest], float],
+    slots: int = 0,
 ) -> Sequence[PrefillRequest]:
-    """Who of `running` gives way, least important and then newest first, until they give back `short` tokens of memory.
+    """Who of `running` gives way, least important and then newest first, until they give back `short` tokens of memory
+    and so many slots.
 
-    None at all unless together they suffice: nobody is preempted in vain. gain: tokens that one gives back. short: None
-    where a slot is what is missing, for which one is enough.
+    None at all unless together they suffice: nobody is preempted in vain. gain: tokens that one gives back.
     """
-    victims = []
-    if short is None:
-        short, gain = 1, lambda request: 1
+    victims: list[PrefillRequest] = []
     for request in sorted(running, key=lambda r: (ranking.of(r), -r.queue_time)):
-        if short <= 0:
+        if short <= 0 and len(victims) >= slots:
             break
         if not ranking.outranks(newcomer, request):
             return ()
         victims.append(request)
         short -= gain(request)
-    return victims if short <= 0 else ()
+    return victims if short <= 0 and len(victims) >= slots else ()

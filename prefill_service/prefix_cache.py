@@ -131,9 +131,10 @@ class PrefixCache:
         if node.host >= 0:  # those between the two inherit it when it leaves; those above, when they do
             self._stamp(self.resident(node, keys))
 
-    def use(self, node: Node) -> None:
+    def use(self, node: Node, priority: float = -math.inf) -> None:
         """Count one more request that reuses the chain down to `node`, which is on the device, and touch it."""
         node.uses += 1
+        node.priority = max(node.priority, priority)
         self.touch(node)
 
     def lock(self, node: Node) -> None:

@@ -39,7 +39,7 @@ class RequestPages:
         for request in new:
             self._cache.load(request.node)
             request.pages = self._cache.pages(request.node)
-            self._cache.use(request.node)
+            self._cache.use(request.node, self._worth(request))
         for attempt, count in zip(granted, missing, strict=True):
             attempt.request.pages += self._allocator.allocate(count, attempt.request.key)
 

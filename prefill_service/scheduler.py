@@ -239,7 +239,6 @@ class Scheduler:
         if not self._waiting and self._continuation is None:
             return None
         self._passes += 1
-        self._mixed = mixed
         lengths = len(self._bootstrap), len(self._waiting), len(self._in_flight)
         in_effect = self._order.sort(
             self._waiting,
@@ -250,6 +249,7 @@ class Scheduler:
         self._touch_waiting()
         continues = self._continuation is not None
         attempts = self._admit(in_effect, mixed, slots)
+        self._mixed = min(mixed, len(self._in_flight))  # some may have been preempted
         rows = self._build(attempts)
         if self._on_pass is not None:
             found = sum(row.start for row in rows if row.admitted)
@@ -324,7 +324,7 @@ class Scheduler:
             lookahead=config.lookahead,
             passed=self._passed,
             slots=slots,
-            make_way=lambda request, short: self._make_way(adder, request, short),
+            make_way=lambda request, short, slots: self._make_way(adder, request, short, slots),
         )
         waiting = self._order.admissible(self._waiting)
         limit = None if chunk is None else self._continuation_limit(policy, waiting, chunk - mixed)
@@ -351,16 +351,18 @@ class Scheduler:
             return shortest_first_limit(waiting, continuation.uncached, budget, self._page_size)
         if self._ranking is None:
             return None
-        return self._ranking.reserved(waiting, continuation, budget, self._page_size)
+        memory = (self._allocator.available + self._cache.evictable) * self._page_size
+        return self._ranking.reserved(waiting, continuation, budget, self._page_size, memory)
 
-    def _make_way(self, adder: Adder, newcomer: PrefillRequest, short: float | None) -> bool:
+    def _make_way(self, adder: Adder, newcomer: PrefillRequest, short: float, slots: int) -> bool:
         """Preempt for a request of much higher priority. Only where requests decode: pages that are being sent stay."""
         if self._ranking is None or self._decoding is None:
             return False
-        running = [request for request in self._in_flight.values() if not request.aborted]
+        may_wait = self._decoding.may_wait
+        running = [request for request in self._in_flight.values() if not request.aborted and may_wait(request)]
         node = newcomer.reusable(self._page_size)
         self._cache.lock(node)  # what it shares with a victim stays protected by it, and so is no gain
-        victims = choose_victims(newcomer, running, self._ranking, short, self._gain)
+        victims = choose_victims(newcomer, running, self._ranking, short, self._gain, slots)
         self._cache.unlock(node)
         for victim in victims:
             adder.give_back(self._decoding.growth(victim))
@@ -383,8 +385,9 @@ class Scheduler:
                 request.state = RequestState.RUNNING
                 request.sent = request.node.depth
                 request.cached_tokens = request.computed
+                if request.times.first(LifetimeEvent.ADMITTED) is None:  # and not again what it had computed itself
+                    self._cached_tokens += request.cached_tokens
                 request.times.stamp(LifetimeEvent.ADMITTED)
-                self._cached_tokens += request.cached_tokens
                 self._host_hit_tokens += attempt.loaded
             start, is_last = request.computed, request.end == request.length
             admitted = request.chunks == 0

@@ -87,6 +87,7 @@ class UnifiedEngine(EngineLoop[None]):
         self._ranking = Ranking(0, config.scheduler.low_priority_first)
         self._rooms: dict[RoomKey, UnifiedRoom] = {}
         self._forward_of: list[UnifiedRoom] = []  # whose rows the turn in progress computes
+        self._preempted: list[RoomKey] = []  # in the pass in progress
         self._batch: PrefillBatch | None = None  # that the scheduler awaits the forward of
         self._rate = 0.0  # prompt tokens computed a second
         self._outputs = 0
@@ -160,9 +161,12 @@ class UnifiedEngine(EngineLoop[None]):
     def growth(self, request: PrefillRequest) -> float:
         return running_growth([self._rooms[request.key].growth], self._ratio.value)
 
+    def may_wait(self, request: PrefillRequest) -> bool:
+        return len(self._rooms[request.key].token_ids) <= longest_prompt(self._num_pages, self._page_size)
+
     def preempt(self, request: PrefillRequest) -> PrefillTask:
         log.info("preempted", extra={"room": str(request.key)})
-        self._passes.waits(request.key)
+        self._preempted.append(request.key)
         return self._rooms[request.key].task(self._page_size)
 
     # ---- room for the next token ----
@@ -190,7 +194,7 @@ class UnifiedEngine(EngineLoop[None]):
         if len(rooms) == 1:
             reason = f"out of pages: this node has {self._num_pages} pages of {self._page_size} tokens"
             self._fail(victim, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
-        elif len(victim.token_ids) > longest_prompt(self._num_pages, self._page_size):
+        elif not self.may_wait(victim.request):
             self._fail(victim, HandoffState.DECODING, RETRACTED, retriable=True)  # it would never be admitted again
         else:
             self._retract(victim, victim.task(self._page_size))
@@ -207,6 +211,9 @@ class UnifiedEngine(EngineLoop[None]):
         mixed = len(decoding) if self._config.mixes else 0
         slots = self._config.unified.max_running - len(decoding)  # a prompt that is partly computed takes one, too
         self._batch = batch = self._scheduler.next_batch(mixed, slots)
+        for key in self._preempted:
+            self._passes.waits(key)
+        self._preempted.clear()
         if batch is not None and not mixed:
             decoding = []
         decoding = [room for room in decoding if room.decoding]  # some may have been preempted

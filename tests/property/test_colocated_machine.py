@@ -99,6 +99,9 @@ class ColocatedMachine(RuleBasedStateMachine):
     def growth(self, request: PrefillRequest) -> float:
         return (request.max_new - len(self.out(request))) * self.ratio
 
+    def may_wait(self, request: PrefillRequest) -> bool:
+        return len(self.live[request.key].tokens) <= (self.allocator.num_pages - 1) * PAGE - 2
+
     def preempt(self, request: PrefillRequest) -> PrefillTask:
         self.preempted.append(request)
         return self.again(request)

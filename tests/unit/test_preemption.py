@@ -12,9 +12,13 @@ class Decoding:
 
     def __init__(self) -> None:
         self.preempted: list[PrefillRequest] = []
+        self.grown: list[PrefillRequest] = []  # that could not be admitted again
 
     def growth(self, request: PrefillRequest) -> float:
         return 8.0
+
+    def may_wait(self, request: PrefillRequest) -> bool:
+        return request not in self.grown
 
     def preempt(self, request: PrefillRequest) -> PrefillTask:
         self.preempted.append(request)
@@ -104,3 +108,41 @@ def test_on_a_prefill_node_a_chunk_leaves_room_for_those_of_much_higher_priority
     batch = node.batch()
     assert [(row.request, row.end - row.start) for row in batch.rows] == [(long, 8), (urgent, 6)]
     assert state(equal) is RequestState.WAITING
+
+
+def test_what_could_not_be_admitted_again_is_not_preempted() -> None:
+    node, decoding, requests = running([0, 0], pages=28)
+    decoding.grown.append(requests[1])
+    node.submit(range(1000, 1016), priority=20)
+    node.scheduler.next_batch()
+    assert decoding.preempted == [requests[0]]
+
+
+def test_a_slot_alone_is_not_made_when_memory_would_be_short() -> None:
+    node, decoding, _ = running([0, 30], pages=40)
+    node.submit(range(1000, 1080), priority=20)
+    assert node.scheduler.next_batch(slots=0) is None
+    assert not decoding.preempted
+
+
+def test_a_chunk_leaves_no_room_for_what_memory_will_refuse() -> None:
+    node = Node(20, chunk_size=32, priority_scheduling=True)
+    blocker = node.submit(range(5000, 5010), priority=0)
+    node.forward()
+    long = node.submit(range(60), priority=0)
+    node.forward()
+    node.submit(range(1000, 1028), priority=50)
+    (row,) = node.batch().rows
+    assert (row.request, row.end - row.start) == (long, 28)
+    assert state(blocker) is RequestState.IN_FLIGHT
+
+
+def test_pages_are_worth_as_much_as_the_most_important_request_that_used_them() -> None:
+    node = Node(16, eviction="priority", priority_scheduling=True)
+    for start, priority in ((0, 0), (100, 5)):
+        node.finish(node.submit(range(start, start + 12), priority=priority))
+    node.finish(node.submit(range(14), priority=100))  # computes no whole page of its own
+    node.finish(node.submit(range(200, 244), priority=200))
+    cached = node.submit(range(0, 12)), node.submit(range(100, 112))
+    node.scheduler.next_batch()
+    assert cached[0].matched > cached[1].matched
