@@ -146,3 +146,12 @@ def test_pages_are_worth_as_much_as_the_most_important_request_that_used_them() 
     cached = node.submit(range(0, 12)), node.submit(range(100, 112))
     node.scheduler.next_batch()
     assert cached[0].matched > cached[1].matched
+
+
+def test_what_is_put_back_waits_at_the_head() -> None:
+    node = Node(60, Decoding())
+    first = node.submit(range(16))
+    node.forward()
+    second = node.submit(range(100, 116))
+    node.scheduler.requeue(first.key, first.task)
+    assert [row.request for row in node.batch().rows] == [first, second]
