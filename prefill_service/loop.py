@@ -15,14 +15,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.clock import Clock, monotonic
-from engine.core.errors import KVRelayError
 from engine.core.handoff import HandoffState
 from engine.core.handoff_note import HandoffNote
-from engine.core.lifetime import LifetimeEvent
-from engine.core.loop import EngineLoop, Link, room_of
+from engine.core.loop import Link, room_of
 from engine.core.messages import (
     Abort,
     AdmitReport,
@@ -40,28 +38,22 @@ from engine.core.messages import (
 )
 from engine.core.metrics import Metrics, NodeMetric
 from engine.core.types import NodeIdentity, PrefillTask, RoomKey, TokenOutput
-from engine.device.batch import Row, build_batch
 from engine.device.next_token import Wanted, next_tokens
-from engine.device.page_allocator import PageAllocator
 from engine.device.sampler import TokenHistory
 from engine.device.setup import NodeDevice
-from prefill_service.announce import announce_all, announce_changes
+from prefill_service.announce import announce_changes
 from prefill_service.config import PrefillConfig
-from prefill_service.journal import PassJournal, PassLog
-from prefill_service.prefix_cache import PrefixCache
+from prefill_service.journal import PassLog
+from prefill_service.prompt_engine import PromptEngine
 from prefill_service.ranks import DELAY_PAUSE_S, Ranks, Seat, describe
 from prefill_service.request import PrefillRequest
-from prefill_service.scheduler import BatchRow, PassRecord, PrefillBatch, Scheduler, SendSpan
-from prefill_service.tier_copier import TierCopier
+from prefill_service.scheduler import BatchRow, PrefillBatch, SendSpan
 from transfer.agent import TransferAgent
 from transfer.sender import PageSender, Quiesced, SenderEvent, Sent, WriteFailed, WritesDone
 
 __all__ = ["PrefillEngine"]
 
 log = logging.getLogger("kvrelay.prefill")
-
-RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
-CANARY_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -75,8 +67,8 @@ class _Room:
     over: bool = False  # aborted or failed: nothing more is computed, sent or reported
 
 
-class PrefillEngine(EngineLoop[SenderEvent]):
-    """Owns scheduler, rooms and the page pool of a prefill node."""
+class PrefillEngine(PromptEngine[SenderEvent]):
+    """Owns the rooms of a prefill node, and what they stand on."""
 
     def __init__(
         self,
@@ -89,16 +81,7 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         ranks: Ranks | None = None,
     ):
         """ranks: of this one and the other engines of the process, if there are any."""
-        self._passes = PassJournal(clock)
-        self._pass_log = pass_log
-        super().__init__("prefill-engine", metrics, config.node.stall_timeout, clock, self._passes)
-        self._device = device
-        self._page_size = device.layout.page_size
-        allocator = PageAllocator(device.pool.num_pages)
-        host = None if device.host_pool is None else PageAllocator(device.host_pool.num_pages)
-        self._cache = PrefixCache(allocator, config.scheduler.eviction, host)
-        self._copier = TierCopier(device.pool, device.host_pool)
-        self._scheduler = Scheduler(config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass)
+        super().__init__("prefill-engine", device, config.node, config.scheduler, metrics, clock, pass_log)
         self._agent = agent
         self._sender = PageSender(
             agent,
@@ -113,8 +96,6 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._seat = None if ranks is None else ranks.join(self.wake)
         self._low_watermark = config.ranks.delay_low_watermark
         self._largest_batch = 0  # in requests
-        self._rate = 0.0  # tokens computed a second
-        self._outputs = 0
         self._relayed_bytes = 0
 
     def start(self) -> None:
@@ -134,23 +115,12 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             if self._seat is not None:
                 self._seat.leave()
 
-    def warm_up(self) -> None:
-        self._device.bind()
-        tokens = min(CANARY_TOKENS, self._page_size)
-        logits = self._device.runner.forward(
-            build_batch([Row([0] * tokens, 0, [0], True)], self._page_size, self._device.pool.device)
-        )
-        assert logits.isfinite().all(), "the canary's logits are not finite"
-
     def _take_event(self, event: SenderEvent) -> None:
         """Called on the transfer thread. Progress of a room is nothing to wake the engine for."""
         if not isinstance(event, Sent):
             self.post(None, event)
 
     # ---- what comes in ----
-
-    def link_up(self, link: Link) -> None:
-        announce_all(self._cache, link)
 
     def link_lost(self, link: Link) -> None:
         for key in [key for key, room in self._rooms.items() if room.link is link]:
@@ -160,7 +130,8 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         match item:
             case Submit(task):
                 assert link is not None
-                self._submit(task, link)
+                if (request := self._take_on(task, link)) is not None:
+                    self._rooms[task.key] = _Room(request, link)
             case Granted(key):
                 if (room := self._rooms.get(key)) is not None:
                     room.grant = item
@@ -197,16 +168,6 @@ class PrefillEngine(EngineLoop[SenderEvent]):
             link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
         elif key is not None:
             self._fail(key, HandoffState.PREFILLING, reason, retriable=False)
-
-    def _submit(self, task: PrefillTask, link: Link) -> None:
-        try:
-            request = self._scheduler.submit(task)
-        except KVRelayError as error:
-            phase = HandoffState.QUEUED.phase
-            link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
-            return
-        self._rooms[task.key] = _Room(request, link)
-        self.journal.arrived(task.request_id, task.key, len(task.token_ids), request.times)
 
     def _abort(self, key: RoomKey, why: str) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
@@ -261,14 +222,12 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         self._largest_batch = max(self._largest_batch, len(batch.rows))
         self._open([row for row in batch.rows if row.admitted])
         started = self.clock()
-        logits = self._device.runner.forward(
-            build_batch([self._row(row) for row in batch.rows], self._page_size, self._device.pool.device)
-        )
+        logits = self._forward([self._row(row) for row in batch.rows])
         drawn = next_tokens(logits, [self._wanted(row.request.task) for row in batch.rows if row.is_last])
         tokens = {token.key: token for token in drawn}
         forward_end_ns = time.time_ns()
         seconds = self.clock() - started
-        self._measure(batch.tokens, seconds)
+        self._measure(batch.tokens, 0, seconds)
         spans = self._scheduler.complete_forward(batch, seconds)
         self._computing = False
         self._publish(drawn)
@@ -302,10 +261,6 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         for row in batch.rows:
             reason = f"internal error, incident {incident}"
             self._fail(row.request.key, HandoffState.PREFILLING, reason, retriable=False)
-
-    @staticmethod
-    def _row(row: BatchRow) -> Row:
-        return Row(row.request.task.token_ids[row.start : row.end], row.start, row.pages, row.is_last)
 
     def _open(self, rows: list[BatchRow]) -> None:
         """Name new rooms to the sender and let their cached pages go out before anything is computed."""
@@ -342,57 +297,16 @@ class PrefillEngine(EngineLoop[SenderEvent]):
         by_link: defaultdict[Link, list[tuple[TokenOutput, PrefillReport]]] = defaultdict(list)
         for token in tokens:
             room = self._rooms[token.key]
-            request = room.request
-            wait = request.times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
-            prefill = request.times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
-            report = PrefillReport(token.key, request.chunks, wait, prefill)
-            by_link[room.link].append((token, report))
-            request.times.stamp(LifetimeEvent.TOKEN_0)
+            by_link[room.link].append((token, self._report(room.request)))
             self._outputs += 1
         for link, made in by_link.items():
             made_tokens, reports = zip(*made, strict=True)
             link.publish(StepOutput(tokens=made_tokens, prefilled=reports))
 
-    def _on_pass(self, record: PassRecord) -> None:
-        self._passes.on_pass(record)
-        if self._pass_log is not None:
-            self._pass_log.on_pass(record)
-
-    def _measure(self, tokens: int, seconds: float) -> None:
-        rate = tokens / max(seconds, 1e-9)
-        self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
-        self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
-        self.metrics.observe(NodeMetric.STEP_TOKENS, tokens)
-
     # ---- what others may see ----
 
     def collect_stats(self) -> NodeStats:
-        stats = self._scheduler.stats()
-        return NodeStats(
-            pages_total=stats.num_pages,
-            pages_free=stats.free,
-            pages_cached=stats.evictable + stats.protected,
-            pages_held=stats.held,
-            ungranted=stats.bootstrap,
-            waiting=stats.waiting,
-            running=stats.running,
-            transferring=stats.in_flight,
-            queued_tokens=stats.queued_tokens,
-            tokens_per_second=self._rate,
-            requests_total=stats.requests_total,
-            cached_tokens_total=stats.cached_tokens_total,
-            computed_tokens_total=stats.computed_tokens_total,
-            output_tokens_total=self._outputs,
-            relayed_bytes_total=self._relayed_bytes,
-            host_pages_total=stats.host_pages,
-            host_pages_free=stats.host_free,
-            host_pages_cached=stats.host_pages - stats.host_free,
-            host_hit_tokens_total=stats.host_hit_tokens_total,
-        )
+        return replace(super().collect_stats(), relayed_bytes_total=self._relayed_bytes)
 
     def check_integrity(self) -> None:
-        self._scheduler.check_integrity()
-        self._device.pool.check_integrity()
-        live = {key for key, room in self._rooms.items() if self._scheduler.get(key) is room.request}
-        assert live == self._rooms.keys(), "a room outlived its request"
-        assert self.journal.live == live, "the journal knows other rooms"
+        self._check_books([room.request for room in self._rooms.values()])

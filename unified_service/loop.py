@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-
-from torch import Tensor
+from dataclasses import replace
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError, Overloaded
 from engine.core.handoff import HandoffState
-from engine.core.lifetime import LifetimeEvent
-from engine.core.loop import EngineLoop, Link, room_of
+from engine.core.loop import Link, room_of
 from engine.core.messages import (
     Abort,
     AdmitReport,
@@ -33,18 +31,16 @@ from engine.core.messages import (
 from engine.core.metrics import Metrics, NodeMetric
 from engine.core.room_budget import longest_prompt
 from engine.core.types import PrefillTask, RoomKey, TokenOutput
-from engine.device.batch import Row, build_batch
+from engine.device.batch import Row
 from engine.device.next_token import next_tokens
-from engine.device.page_allocator import PageAllocator
 from engine.device.setup import NodeDevice
 from prefill_service.adder import running_growth
-from prefill_service.announce import announce_all, announce_changes
-from prefill_service.journal import PassJournal, PassLog
+from prefill_service.announce import announce_changes
+from prefill_service.journal import PassLog
 from prefill_service.preemption import Ranking
-from prefill_service.prefix_cache import PrefixCache
+from prefill_service.prompt_engine import PromptEngine
 from prefill_service.request import PrefillRequest
-from prefill_service.scheduler import PassRecord, PrefillBatch, Scheduler
-from prefill_service.tier_copier import TierCopier
+from prefill_service.scheduler import PrefillBatch
 from unified_service.config import UnifiedConfig
 from unified_service.new_token_ratio import NewTokenRatio
 from unified_service.room import UnifiedRoom
@@ -53,13 +49,11 @@ __all__ = ["UnifiedEngine"]
 
 log = logging.getLogger("kvrelay.unified")
 
-RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
-CANARY_TOKENS = 16
 RETRACTED = "retracted: out of pages"
 
 
-class UnifiedEngine(EngineLoop[None]):
-    """Owns scheduler, rooms and the page pool of a unified node."""
+class UnifiedEngine(PromptEngine[None]):
+    """Owns the rooms of a unified node, and what they stand on."""
 
     def __init__(
         self,
@@ -69,38 +63,23 @@ class UnifiedEngine(EngineLoop[None]):
         clock: Clock = monotonic,
         pass_log: PassLog | None = None,
     ):
-        self._passes = PassJournal(clock)
-        self._pass_log = pass_log
-        super().__init__("unified-engine", metrics, config.node.stall_timeout, clock, self._passes)
-        self._device = device
-        self._config = config
-        self._page_size = device.layout.page_size
-        self._num_pages = device.pool.num_pages
-        allocator = PageAllocator(self._num_pages)
-        host = None if device.host_pool is None else PageAllocator(device.host_pool.num_pages)
-        self._cache = PrefixCache(allocator, config.scheduler.eviction, host)
-        self._copier = TierCopier(device.pool, device.host_pool)
-        self._scheduler = Scheduler(
-            config.scheduler, self._cache, allocator, self._page_size, clock, self._on_pass, decoding=self
+        super().__init__(
+            "unified-engine", device, config.node, config.scheduler, metrics, clock, pass_log, decoding=self
         )
+        self._config = config
+        self._num_pages = device.pool.num_pages
         self._ratio = NewTokenRatio(config.unified.schedule_conservativeness)
         self._ranking = Ranking(0, config.scheduler.low_priority_first)
         self._rooms: dict[RoomKey, UnifiedRoom] = {}
         self._forward_of: list[UnifiedRoom] = []  # whose rows the turn in progress computes
         self._preempted: list[RoomKey] = []  # in the pass in progress
         self._batch: PrefillBatch | None = None  # that the scheduler awaits the forward of
-        self._rate = 0.0  # prompt tokens computed a second
-        self._outputs = 0
 
     def warm_up(self) -> None:
-        tokens = min(CANARY_TOKENS, self._page_size)
-        for rows in ([Row([0] * tokens, 0, [0], True)], [Row([0], 0, [0], True)]):
-            assert self._forward(rows).isfinite().all(), "the canary's logits are not finite"
+        super().warm_up()
+        self._try_out(Row([0], 0, [0], True))  # as in a decode step
 
     # ---- what comes in ----
-
-    def link_up(self, link: Link) -> None:
-        announce_all(self._cache, link)
 
     def link_lost(self, link: Link) -> None:
         for room in [room for room in self._rooms.values() if room.link is link]:
@@ -118,16 +97,10 @@ class UnifiedEngine(EngineLoop[None]):
                 log.warning("not for a unified node", extra={"command": type(item).__name__})
 
     def _submit(self, task: PrefillTask, link: Link) -> None:
-        try:
-            request = self._scheduler.submit(task)
-        except KVRelayError as error:
-            phase = HandoffState.QUEUED.phase
-            link.report(RoomFailed(task.key, phase, str(error), retriable=False, code=error.code))
-            return
-        self._rooms[task.key] = UnifiedRoom(request, link)
-        self.journal.arrived(task.request_id, task.key, len(task.token_ids), request.times)
-        self._scheduler.grant(task.key)  # its pages are here: there is nothing to wait for
-        self._passes.waits(task.key)
+        if (request := self._take_on(task, link)) is not None:
+            self._rooms[task.key] = UnifiedRoom(request, link)
+            self._scheduler.grant(task.key)  # its pages are here: there is nothing to wait for
+            self._passes.waits(task.key)
 
     def handling_failed(self, link: Link | None, item: Command | None, incident: str) -> None:
         reason, key = f"internal error, incident {incident}", room_of(item)
@@ -224,7 +197,8 @@ class UnifiedEngine(EngineLoop[None]):
             return False
         self._say_admitted(prefilling)
         started = self.clock()
-        logits = self._forward([*self._prefill_rows(batch), *(room.row for room in decoding)])
+        rows = [self._row(row) for row in batch.rows] if batch else []
+        logits = self._forward([*rows, *(room.row for room in decoding)])
         if batch is not None:
             self._batch = None
             self._scheduler.complete_forward(batch, self.clock() - started)
@@ -246,16 +220,6 @@ class UnifiedEngine(EngineLoop[None]):
             if room.key in self._rooms:
                 phase = HandoffState.DECODING if room.generated > room.first_index else HandoffState.PREFILLING
                 self._fail(room, phase, f"internal error, incident {incident}", retriable=False)
-
-    @staticmethod
-    def _prefill_rows(batch: PrefillBatch | None) -> list[Row]:
-        return [
-            Row(row.request.task.token_ids[row.start : row.end], row.start, row.pages, row.is_last)
-            for row in (batch.rows if batch else ())
-        ]
-
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        return self._device.runner.forward(build_batch(rows, self._page_size, self._device.pool.device))
 
     def _say_admitted(self, prefilling: Sequence[UnifiedRoom]) -> None:
         """Of those whose first forward begins."""
@@ -283,55 +247,14 @@ class UnifiedEngine(EngineLoop[None]):
         for link, (tokens, reports) in outputs.items():
             link.publish(StepOutput(tokens=tuple(tokens), prefilled=tuple(reports)))
 
-    @staticmethod
-    def _report(request: PrefillRequest) -> PrefillReport:
-        times = request.times
-        wait = times.between(LifetimeEvent.GRANTED, LifetimeEvent.ADMITTED) or 0.0
-        prefill = times.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) or 0.0
-        times.stamp(LifetimeEvent.TOKEN_0)
-        return PrefillReport(request.key, request.chunks, wait, prefill)
-
-    def _on_pass(self, record: PassRecord) -> None:
-        self._passes.on_pass(record)
-        if self._pass_log is not None:
-            self._pass_log.on_pass(record)
-
-    def _measure(self, prompt_tokens: int, decoded: int, seconds: float) -> None:
-        if prompt_tokens:
-            rate = prompt_tokens / max(seconds, 1e-9)
-            self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
-        self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
-        self.metrics.observe(NodeMetric.STEP_TOKENS, prompt_tokens + decoded)
-
     # ---- what others may see ----
 
     def collect_stats(self) -> NodeStats:
-        stats = self._scheduler.stats()
-        return NodeStats(
-            pages_total=stats.num_pages,
-            pages_free=stats.free,
-            pages_cached=stats.evictable + stats.protected,
-            pages_held=stats.held,
-            waiting=stats.waiting,
-            running=stats.running + stats.in_flight,
-            queued_tokens=stats.queued_tokens,
-            tokens_per_second=self._rate,
-            requests_total=stats.requests_total,
-            cached_tokens_total=stats.cached_tokens_total,
-            computed_tokens_total=stats.computed_tokens_total,
-            output_tokens_total=self._outputs,
-            host_pages_total=stats.host_pages,
-            host_pages_free=stats.host_free,
-            host_pages_cached=stats.host_pages - stats.host_free,
-            host_hit_tokens_total=stats.host_hit_tokens_total,
-        )
+        stats = super().collect_stats()  # those in flight decode here
+        return replace(stats, running=stats.running + stats.transferring, transferring=0)
 
     def check_integrity(self) -> None:
-        self._scheduler.check_integrity()
-        self._device.pool.check_integrity()
-        live = {key for key, room in self._rooms.items() if self._scheduler.get(key) is room.request}
-        assert live == self._rooms.keys(), "a room outlived its request"
-        assert self.journal.live == live, "the journal knows other rooms"
+        self._check_books([room.request for room in self._rooms.values()])
         for room in self._rooms.values():
             if room.decoding:
                 computed = len(room.token_ids) - 1
