@@ -120,9 +120,7 @@ class Adder:
 
     def short(self, request: PrefillRequest) -> float:
         """Tokens of memory that are missing for it to be admitted; 0 or less: none. Its match must be fresh."""
-        node = request.reusable(self._page_size)
-        prefix = node.depth * self._page_size
-        need = self._need(request, prefix, request.length - prefix) + len(self._on_host(node)) * self._page_size
+        node, _, _, _, need = self._asks(request)
         self._cache.lock(node)
         room = self.accounts().total
         self._cache.unlock(node)
@@ -152,12 +150,7 @@ class Adder:
     def admit(self, request: PrefillRequest, spare: int | None = None) -> Attempt:
         """Decide about a waiting request, whose match must be fresh. spare: it may hold less than so much memory."""
         before = self.accounts()
-        node = request.reusable(self._page_size)
-        prefix = node.depth * self._page_size
-        wanted = request.length - prefix
-        loads = self._on_host(node)
-        loaded = len(loads) * self._page_size
-        need = self._need(request, prefix, wanted) + loaded
+        node, prefix, wanted, loads, need = self._asks(request)
         if spare is not None and (held := self.holds(request)) >= spare:
             return _refused(request, prefix, wanted, before, held, spare, Refusal.SPARE)
         self._cache.lock(node)
@@ -171,7 +164,15 @@ class Adder:
         if extend < wanted:
             self.continuation = request
         self._loads.update(loads)
-        return self._commit(request, prefix, wanted, extend, before, need, room, loaded)
+        return self._commit(request, prefix, wanted, extend, before, need, room, len(loads) * self._page_size)
+
+    def _asks(self, request: PrefillRequest) -> tuple[Node, int, int, list[Node], int]:
+        """(its match, tokens of that, tokens to compute, what comes back from the host, memory it needs)."""
+        node = request.reusable(self._page_size)
+        prefix = node.depth * self._page_size
+        wanted = request.length - prefix
+        loads = self._on_host(node)
+        return node, prefix, wanted, loads, self._need(request, prefix, wanted) + len(loads) * self._page_size
 
     def _on_host(self, node: Node) -> list[Node]:
         """What the chain down to `node` has on the host, and nobody admitted before brings back."""
