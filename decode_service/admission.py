@@ -19,11 +19,11 @@ nothing can stay at the head for ever.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from engine.core.priority import importance
 from engine.core.room_budget import CLIP_NEW_TOKENS, decode_room, required_room
 
 __all__ = ["Admission", "Candidate", "DecodeState", "Holder", "Readiness", "admit"]
@@ -101,8 +101,7 @@ def admit(state: DecodeState[Id]) -> Admission[Id]:
 
     queue = list(state.queue)
     if state.priorities:
-        sign = 1 if state.low_priority_first else -1
-        queue.sort(key=lambda c: math.inf if c.priority is None else sign * c.priority)
+        queue.sort(key=lambda c: -importance(c.priority, low_first=state.low_priority_first))
     admitted: list[Id] = []
     failed: list[Id] = []
     left: list[Id] = []

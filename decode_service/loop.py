@@ -10,7 +10,6 @@ Which reservation is admitted is `admission`'s decision; this file only carries 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from engine.core.messages import (
     WriterQuiesced,
 )
 from engine.core.metrics import Metrics, NodeMetric
+from engine.core.priority import importance
 from engine.core.sampling import finish_reason
 from engine.core.types import NodeIdentity, RoomKey, TokenOutput
 from engine.device.batch import Row, build_batch
@@ -315,11 +315,9 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
         By tokens over all attempts: else one that came back would always be the next to go.
         """
-        priority, options = room.reservation.priority, self._options
-        rank = 0.0
+        rank, options = 0.0, self._options
         if options.priority_scheduling:
-            sign = -1 if options.low_priority_first else 1
-            rank = -math.inf if priority is None else sign * priority
+            rank = importance(room.reservation.priority, low_first=options.low_priority_first)
         return (rank, room.last_index, room.reservation.first_index - room.prompt)
 
     def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:

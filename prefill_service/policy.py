@@ -41,6 +41,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from engine.core.priority import importance
 from prefill_service.cost_model import CostModel, pairs
 from prefill_service.dedup import leaders
 from prefill_service.prefix_cache import PrefixCache
@@ -115,7 +116,7 @@ class QueueOrder:
         self._cache = cache
         self._page_size = page_size
         self._priorities = priorities
-        self._sign = 1 if low_priority_first else -1
+        self._low_first = low_priority_first
         self._dedup_weighed = dedup_weighed and policy in _WEIGHED
         self._dedup_cached_tokens = dedup_cached_tokens if policy in _CACHE_AWARE and not self._dedup_weighed else -1
         self._dedup_cost_tokens = dedup_cost_tokens
@@ -230,7 +231,7 @@ class QueueOrder:
         return request.deadline - left
 
     def _rank(self, request: PrefillRequest) -> float:
-        return math.inf if request.priority is None else self._sign * request.priority
+        return -importance(request.priority, low_first=self._low_first)
 
 
 def _routing_rank(key: str, running: Mapping[str, int]) -> tuple[int, int, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.core.priority import importance
 from engine.core.types import PrefillTask, ceil_div
 from prefill_service.request import PrefillRequest
 
@@ -42,9 +43,7 @@ class Ranking:
 
     def of(self, request: PrefillRequest) -> float:
         """Greater: more important."""
-        if request.priority is None:
-            return -math.inf
-        return -request.priority if self.low_first else request.priority
+        return importance(request.priority, low_first=self.low_first)
 
     def outranks(self, request: PrefillRequest, other: PrefillRequest) -> bool:
         mine = self.of(request)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from engine.core.priority import importance
 from engine.core.types import ceil_div
 from engine.device.page_allocator import PageAllocator
 from prefill_service.adder import Attempt
@@ -82,7 +83,4 @@ class RequestPages:
 
     def _worth(self, request: PrefillRequest) -> float:
         """Greater: kept longer when eviction is by priority."""
-        priority = request.task.priority
-        if priority is None:
-            return float("-inf")
-        return -priority if self._low_priority_first else priority
+        return importance(request.task.priority, low_first=self._low_priority_first)
