@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
 import grpc
 import uvloop
@@ -29,6 +28,7 @@ from engine.core.metrics import FrontDoorMetric, Metrics, serve_metrics
 from engine.core.model_store import PreparedModel, ensure_prepared
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, generation_pb2, generation_pb2_grpc
 from rpc.server import RpcServer
+from rpc.signals import StopSignals
 
 __all__ = ["BootstrapServer", "main", "serve"]
 
@@ -125,9 +125,7 @@ async def serve(config: BootstrapConfig, model: PreparedModel, text: TextModel) 
     endpoint = serve_metrics(server.metrics, config.metrics_listen)
     log.info("metrics", extra={"port": endpoint.port})
     told, hurry = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if told.is_set() else told).set())
+    StopSignals(told.set, hurry.set).install()
     try:
         await server.start()
         await told.wait()

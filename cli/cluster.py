@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +73,7 @@ def plan_cluster(
 
     Raises ConfigError for all mistakes.
     """
+    _refuse_strays((*nodes, _BOOTSTRAP), flags)
     configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in (*nodes, _BOOTSTRAP)]
     node: NodeConfig = configs[0].node
     threads = node.threads
@@ -97,6 +98,21 @@ def plan_cluster(
         # -P: a folder `engine` where the user stands is not ours.
         commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
     return Plan(address, metrics, node, commands, roles, env, ranks)
+
+
+def _refuse_strays(roles: Collection[str], flags: Mapping[str, object]) -> None:
+    """Raise ConfigError for options that none of these services has."""
+    theirs = {name for role in roles for name in option_names(CONFIGS[role])}
+    strays = {
+        name: " and ".join(role for role, config in CONFIGS.items() if name in option_names(config))
+        for name in sorted(
+            {name for config in CONFIGS.values() for name in option_names(config)} & flags.keys() - theirs
+        )
+    }
+    if strays:
+        raise ConfigError(
+            [f"--{name.replace('_', '-')}: an option of {of} nodes, and none is started" for name, of in strays.items()]
+        )
 
 
 def _as_flags(config: type, options: Mapping[str, object]) -> list[str]:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -34,6 +33,7 @@ from engine.core.node_config import NodeConfig
 from engine.core.types import NodeIdentity, Role
 from rpc.server import RpcServer
 from rpc.session import Session, end
+from rpc.signals import StopSignals
 
 __all__ = ["Rank", "rank_ids", "run_node", "serve_node"]
 
@@ -93,9 +93,7 @@ async def run_node(ranks: Sequence[Rank], config: NodeConfig, observe: Observe) 
     incarnations = ",".join(rank.identity.incarnation for rank in ranks)
     log.info("listening", extra={"port": server.port, "incarnation": incarnations})
     process = _NodeProcess(ranks, config, server, observe)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, process.signalled)
+    StopSignals(lambda: process.drain_by(config.drain_timeout), lambda: process.drain_by(0.0)).install()
     for rank in ranks:
         rank.engine.start()
     try:
@@ -109,18 +107,13 @@ class _NodeProcess:
     def __init__(self, ranks: Sequence[Rank], config: NodeConfig, server: RpcServer, observe: Observe):
         self._ranks = ranks
         self._engines = [rank.engine for rank in ranks]
-        self._sessions = [Session(config.bootstrap, r.registration, r.engine, self._drain_by) for r in ranks]
+        self._sessions = [Session(config.bootstrap, r.registration, r.engine, self.drain_by) for r in ranks]
         self._config = config
         self._server = server
         self._observer = observe
         self._leave_by: float | None = None  # draining, until then at most; monotonic seconds
-        self._signals = 0
 
-    def signalled(self) -> None:
-        self._signals += 1
-        self._drain_by(self._config.drain_timeout if self._signals == 1 else 0.0)
-
-    def _drain_by(self, deadline_s: float) -> None:
+    def drain_by(self, deadline_s: float) -> None:
         deadline = time.monotonic() + min(deadline_s, self._config.drain_timeout)
         self._leave_by = deadline if self._leave_by is None else min(self._leave_by, deadline)
 
@@ -178,13 +171,13 @@ class _NodeProcess:
         assert self._leave_by is not None
         for engine in self._engines:
             engine.begin_drain()
-        log.info("draining", extra={"seconds": round(self._leave_by - time.monotonic(), 1)})
+        log.info("draining", extra={"seconds": round(max(0.0, self._leave_by - time.monotonic()), 1)})
         finishing = asyncio.create_task(self._finish())
         while not finishing.done() and not self._failed and time.monotonic() < self._leave_by:
             self._observe()
             await asyncio.sleep(WATCH_S)
         if not finishing.done():
-            for rank in self._ranks:
+            for rank in (rank for rank in self._ranks if not rank.engine.stats().idle):
                 left = {"rank": rank.identity.node_id, "stats": rank.engine.stats()}
                 log.warning("leaving with work left", extra=left)
             await end(finishing)

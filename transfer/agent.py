@@ -147,9 +147,11 @@ class TransferAgent:
             known.retired = known.watched = False
 
     def remove_peer(self, identity: NodeIdentity) -> None:
-        """Post nothing more to a peer, and forget it once no write to it is in progress. Raises UnknownPeer."""
+        """Post nothing more to a peer, and forget it once no write to it is in progress. Fine for one not known."""
         with self._lock:
-            self._retire(self._find(identity))
+            peer = self._peers.get(identity)
+            if peer is not None:
+                self._retire(peer)
 
     def watch(self, identity: NodeIdentity) -> bool:
         """Keep a peer, also when it is removed, so that `probe` can tell whether it has ended. False when unknown.

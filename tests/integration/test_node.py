@@ -26,6 +26,7 @@ from engine.core.node_config import NodeConfig
 from engine.core.types import RoomKey
 from rpc import node as node_module
 from rpc import session as session_module
+from rpc import signals
 from rpc.node import Rank, run_node
 from tests.helpers.bootstrap_peer import BootstrapPeer, PeerSession, bootstrap_peer
 from tests.helpers.cluster import free_port
@@ -253,6 +254,7 @@ async def test_a_later_order_may_bring_the_deadline_forward(peer: BootstrapPeer)
 @pytest.mark.parametrize("state", ["busy", "the bootstrap is silent", "a pass hangs"])
 async def test_a_second_signal_leaves_at_once(peer: BootstrapPeer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(signals, "SAME_S", 0.0)  # nobody is that fast but a test
     go_on, hangs = threading.Event(), threading.Event()
 
     def hang() -> bool:

@@ -347,13 +347,21 @@ def test_plan_gives_every_child_its_options() -> None:
 
 
 def test_plan_of_unified_nodes() -> None:
-    flags = {"policy": "lpm", "max_running": "4", "reserved_decode_tokens": "9"}
+    flags = {"policy": "lpm", "max_running": "4"}
     plan = plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", flags, {})
     assert dict(plan.roles) == {"bootstrap": "bootstrap", "unified-0": "unified", "unified-1": "unified"}
     assert {"--node-id", "unified-1", "--policy=lpm", "--max-running=4"} <= set(plan.commands["unified-1"])
-    assert not any("reserved" in word for word in plan.commands["unified-1"])
     with pytest.raises(ConfigError, match="chunk_size is 64; allowed: at least 80 with mixed_chunk"):
         plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", {"chunk_size": "64"}, {})
+
+
+def test_options_of_what_is_not_started_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_cluster({Role.UNIFIED: 1}, "127.0.0.1:7070", {"dp_size": "2", "reserved_decode_tokens": "9"}, {})
+    assert caught.value.problems == (
+        "--dp-size: an option of prefill nodes, and none is started",
+        "--reserved-decode-tokens: an option of decode nodes, and none is started",
+    )
 
 
 @pytest.mark.parametrize("other", [["--prefill", "2"], ["--decode", "1"]])
