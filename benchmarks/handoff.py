@@ -2,15 +2,17 @@
 
     python benchmarks/handoff.py [--lengths 512,2048] [--rounds 5] [--model smollm2-135m]
 
-A cluster of one prefill and one decode node, a bare process that runs the same prompt through the same runner, and a
-pair of processes that write the same pages with plain NIXL calls take turns, round after round, each with a thread
-of its own and nothing else running. Printed are medians, and:
+A cluster of one prefill and one decode node, another with --kv-checksum, a bare process that runs the same prompt
+through the same runner, and a pair of processes that write the same pages with plain NIXL calls take turns, round after
+round, each with a thread of its own and nothing else running. Printed are medians, and:
 
     ttft ratio     time to first token at the client, through the relay, over the bare process's prefill and sampling
     hand-off       from the end of the last chunk's forward to the start of the first decode step, over the prefill
     relay ratio    bytes a second while writes of the request were in progress, over those of the plain writes:
                    of a prompt that is computed, whose writes share the machine with the next chunk, and of the same
                    prompt once more, whose pages are cached and all leave at once
+    checked        the cached prompt's bytes a second with checksums, over those without; and its time from Generate to
+                   the end, over that without, since the decode node checks pages after they were written
 
 Every prompt is new to the cache (a salt of its own), so each is computed whole the first time.
 """
@@ -150,6 +152,13 @@ def relayed(stub: generation_pb2_grpc.GenerationStub, prompt: Sequence[int], sal
     return first, message.finished.timing
 
 
+def whole(stub: generation_pb2_grpc.GenerationStub, prompt: Sequence[int], salt: str) -> tuple[float, pb.Timing]:
+    """Seconds to the end of the answer, and the request's timing."""
+    began = time.perf_counter()
+    _, timing = relayed(stub, prompt, salt)
+    return time.perf_counter() - began, timing
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="512,2048", help="prompt lengths in tokens")
@@ -162,11 +171,22 @@ def main() -> None:
 
     flags = {"model": arguments.model, "kv_memory": arguments.kv_memory, "chunk_size": str(arguments.chunk_size)}
     nodes = {Role.PREFILL: 1, Role.DECODE: 1}
-    plan = plan_cluster(nodes, claim_address("127.0.0.1:0"), flags | {"threads": "1"}, os.environ)
+    flags["threads"] = "1"
+    plan, checked_plan = (
+        plan_cluster(nodes, claim_address("127.0.0.1:0"), flags | {"kv_checksum": checksum}, os.environ)
+        for checksum in (False, True)
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
-    with Interrupts() as interrupts, Cluster(plan, interrupts, quiet=True) as cluster:
+    with (
+        Interrupts() as interrupts,
+        Cluster(plan, interrupts, quiet=True) as cluster,
+        Cluster(checked_plan, interrupts, quiet=True) as checked_cluster,
+    ):
         cluster.start(timeout=DEADLINE_S)
-        stub = generation_pb2_grpc.GenerationStub(grpc.insecure_channel(plan.address))
+        checked_cluster.start(timeout=DEADLINE_S)
+        stub, checked = (
+            generation_pb2_grpc.GenerationStub(grpc.insecure_channel(one.address)) for one in (plan, checked_plan)
+        )
         _, timing = relayed(stub, random.choices(VOCABULARY, k=32), "first")
         page_bytes = timing.relayed_bytes // 2  # 32 tokens are two pages
         pages = plan.node.kv_memory // page_bytes  # pools of one size: what lies in a processor's cache counts
@@ -185,9 +205,11 @@ def main() -> None:
             f"{'tokens':>7} {'bare s':>8} {'relay s':>8} {'ttft ratio':>10} {'hand-off ms':>11} {'of prefill':>10}",
             end="",
         )
-        print(f" {'plain GB/s':>10} {'computed GB/s':>13} {'ratio':>5} {'cached GB/s':>11} {'ratio':>5}")
+        print(f" {'plain GB/s':>10} {'computed GB/s':>13} {'ratio':>5} {'cached GB/s':>11} {'ratio':>5}", end="")
+        print(f" {'checked GB/s':>12} {'ratio':>5} {'time':>5}")
         for length in lengths:
-            report(length, measure(stub, single, plain, length, arguments.rounds, plan.node.page_size, page_bytes))
+            sides = (stub, checked, single, plain)
+            report(length, measure(*sides, length, arguments.rounds, plan.node.page_size, page_bytes))
         single.close()
         plain.close()
         receiver.join(10)
@@ -196,6 +218,7 @@ def main() -> None:
 
 def measure(
     stub: generation_pb2_grpc.GenerationStub,
+    checked: generation_pb2_grpc.GenerationStub,
     single: Side,
     plain: Side,
     length: int,
@@ -203,16 +226,17 @@ def measure(
     page_size: int,
     page_bytes: int,
 ) -> dict[str, list[float]]:
-    """One figure a round of each kind. A first round, not kept, warms all three up."""
-    figures: dict[str, list[float]] = {
-        name: [] for name in ("bare", "ttft", "handoff", "prefill", "relay", "cached", "plain")
-    }
+    """One figure a round of each kind. A first round, not kept, warms all of them up."""
+    names = ("bare", "ttft", "handoff", "prefill", "relay", "cached", "cached s", "checked", "checked s", "plain")
+    figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         prompt = random.choices(VOCABULARY, k=length)
         count = -(-length // page_size)
         bare_s = single.ask(prompt)
         ttft, timing = relayed(stub, prompt, f"round {number} of {length}")
-        _, again = relayed(stub, prompt, f"round {number} of {length}")
+        relayed(checked, prompt, f"round {number} of {length}")
+        cached_s, again = whole(stub, prompt, f"round {number} of {length}")
+        checked_s, verified = whole(checked, prompt, f"round {number} of {length}")
         plain_s = plain.ask(count)
         if number:
             figures["bare"].append(bare_s)
@@ -221,6 +245,9 @@ def measure(
             figures["prefill"].append(timing.prefill)
             figures["relay"].append(timing.relayed_bytes / timing.relay / 1e9)
             figures["cached"].append(again.relayed_bytes / again.relay / 1e9)
+            figures["cached s"].append(cached_s)
+            figures["checked"].append(verified.relayed_bytes / verified.relay / 1e9)
+            figures["checked s"].append(checked_s)
             figures["plain"].append(count * page_bytes / plain_s / 1e9)
     return figures
 
@@ -233,7 +260,9 @@ def report(length: int, figures: dict[str, list[float]]) -> None:
     print(f"{length:>7} {typical['bare']:>8.3f} {typical['ttft']:>8.3f} {middle('ttft', 'bare'):>10.3f}", end="")
     print(f" {typical['handoff'] * 1e3:>11.1f} {middle('handoff', 'prefill'):>10.1%} {typical['plain']:>10.2f}", end="")
     print(f" {typical['relay']:>13.2f} {middle('relay', 'plain'):>5.2f}", end="")
-    print(f" {typical['cached']:>11.2f} {middle('cached', 'plain'):>5.2f}", flush=True)
+    print(f" {typical['cached']:>11.2f} {middle('cached', 'plain'):>5.2f}", end="")
+    print(f" {typical['checked']:>12.2f} {middle('checked', 'cached'):>5.2f}", end="")
+    print(f" {middle('checked s', 'cached s'):>5.2f}", flush=True)
 
 
 if __name__ == "__main__":

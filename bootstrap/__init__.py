@@ -21,8 +21,13 @@ A cluster of unified nodes knows neither Reserve nor Granted: both halves of an 
 
 A failed attempt (`RoomFailed`, a lost node, a phase too slow) is closed with `Abort` to both nodes and followed by
 another, with a new room, of the prompt and the tokens so far: `outcomes` decides whether, `failures` names the error.
-`fences` sees to it that pages a lost writer may still write to come free. `front` and everything it calls is
-synchronous and takes its time from a clock; `servicers` and `server` are the shell of sockets and tasks round it.
+`fences` sees to it that pages a lost writer may still write to come free, `pairs` that two nodes between which
+transfers keep failing are not put together. What raises for one request ends that one, INTERNAL, and nothing else.
+`front` and everything it calls is synchronous and takes its time from a clock; `servicers` and `server` are the shell
+of sockets and tasks round it.
+
+Generate may begin behind tokens that another front door has delivered (`resumed`): the first attempt then is what a
+retry is, and the answer's text begins where that of those tokens ended.
 
 Health (grpc.health.v1): "", kvrelay.v1.Bootstrap and kvrelay.v1.Admin are SERVING while the process listens, since
 nodes and operators wait for that (liveness). kvrelay.v1.Generation is SERVING while at least one prefill and one

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from bootstrap.detokenize import Decoder, IncrementalDetokenizer
 from bootstrap.stop_strings import StopStrings
-from engine.core.sampling import FinishReason
-from engine.core.types import TokenOutput
+from engine.core.errors import InvalidField
+from engine.core.sampling import FinishReason, StoppingParams, finish_reason
+from engine.core.types import RoomKey, TokenOutput
 
 __all__ = ["Answer", "AnswerOptions", "Piece"]
+
+_ELSEWHERE = RoomKey(0, 0)  # of tokens that came through another front door, or an earlier stream of this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,24 @@ class Answer:
         used = tokens[:taken] if self._options.token_ids else ()
         logprobs = tuple(token.logprob for token in tokens[:taken]) if self._options.logprobs else ()
         return Piece(index, tuple(token.token_id for token in used), logprobs, text if self._options.text else "")
+
+    def resume(self, token_ids: Sequence[int], stopping: StoppingParams) -> FinishReason | None:
+        """Begin behind tokens that were delivered already, with the text that `extend` gave for them.
+
+        Returns why they end the answer, None when it goes on. Raises InvalidField when some come after its end.
+        """
+        for index, token_id in enumerate(token_ids):
+            finish = finish_reason(stopping, index, token_id)
+            matched = token_id if finish is FinishReason.STOP else None
+            self.extend([TokenOutput(_ELSEWHERE, index, token_id, 0.0, finish, matched)])
+            if self.matched_stop is not None:
+                finish = FinishReason.STOP
+            if finish is not None:
+                if index + 1 < len(token_ids):
+                    limit = f"{index + 1} tokens, which end the answer"
+                    raise InvalidField("resumed_token_ids", len(token_ids), limit)
+                return finish
+        return None
 
     def finish(self) -> str:
         """No more tokens come: the text that was held back."""

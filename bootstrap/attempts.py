@@ -11,8 +11,10 @@ Knows rooms and nodes, not clients: whether a request is tried again or ends is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from bootstrap.fences import Fences
+from bootstrap.pairs import Pairs
 from bootstrap.queue import BootstrapQueue
 from bootstrap.registry import Node, Registry
 from bootstrap.requests import Attempt, LiveRequest, Phase
@@ -33,11 +35,13 @@ class Attempts:
 
     def __init__(self, registry: Registry, clock: Clock):
         self.queue = BootstrapQueue()
+        self.pairs = Pairs(clock)
         self._registry = registry
         self._clock = clock
         self._live: dict[RoomKey, Attempt] = {}
         self._unplaced: list[Attempt] = []  # without a prefill node, because none served
-        self._fences = Fences(registry)
+        self._fences = Fences(registry, clock)
+        self.broke: Callable[[LiveRequest, Exception], None] = lambda request, error: None  # what is done for it raised
 
     def find(self, key: RoomKey, node: Node) -> Attempt | None:
         """The live attempt of a room, if that node has a part in it."""
@@ -67,29 +71,26 @@ class Attempts:
         request.merge.restart()
         self._live[attempt.key] = attempt
         self.queue.push(attempt)
-        if not self._submit(attempt):
-            self._unplaced.append(attempt)
+        self._place(attempt)
         return attempt
 
     def advance_queue(self) -> None:
         """Ask decode nodes for room, in order. A node that is too full for one is left alone by those behind it."""
         if self._unplaced and self._registry.serving(self._registry.roles[0]):
-            self._unplaced = [attempt for attempt in self._unplaced if not self._submit(attempt)]
+            unplaced, self._unplaced = self._unplaced, []
+            for attempt in unplaced:
+                try:
+                    self._place(attempt)
+                except Exception as error:
+                    self.broke(attempt.request, error)
         free = [node for node in self._registry.serving(Role.DECODE) if not node.overdue]
         for attempt in self.queue.waiting():
             if not free:
                 return
-            if attempt.prefill is None:
-                continue
-            able = self._able(attempt, Role.DECODE)
-            view = choose_decode([node.decode_view(attempt.size) for node in able if node in free])
-            if view is None:
-                free = [node for node in free if node not in able]
-                continue
-            if attempt.decode is not None:
-                attempt = self._restart(attempt)
-            if attempt.prefill is not None:
-                self._reserve(attempt, attempt.prefill, self._registry.chosen(view.node_id))
+            try:
+                free = self._ask(attempt, free)
+            except Exception as error:
+                self.broke(attempt.request, error)
 
     def overdue(self, attempt: Attempt) -> None:
         """A decode node has not answered in time. It keeps the reservation until another has room, or it answers."""
@@ -135,6 +136,8 @@ class Attempts:
         attempt.since = self._clock()
         if attempt.decoding is None:
             attempt.decoding = attempt.since
+            if attempt.prefill is not None and attempt.decode is not None and not attempt.unified:
+                self.pairs.worked(attempt.prefill.identity, attempt.decode.identity)
 
     def release_prefill(self, attempt: Attempt) -> None:
         """The prefill node is gone after every page had arrived: the attempt goes on without it."""
@@ -174,15 +177,26 @@ class Attempts:
             self._unplaced.remove(attempt)
         for node in attempt.nodes:
             _forget(node, attempt.key)
-            if abort is not None:
-                node.link.send(Abort(attempt.key, abort))
-        if abort is not None and attempt.prefill and attempt.decode and not attempt.quiesced:
-            if granted:
-                self._fences.add(attempt.key, attempt.prefill, attempt.decode)
-            else:  # the writer never learned where to write
-                attempt.decode.link.send(WriterQuiesced(attempt.key))
+        if abort is None:
+            return
+        writer = None if attempt.quiesced else attempt.prefill
+        if writer:
+            self._fences.add(attempt.key, writer, attempt.decode if granted else None)
+        for node in attempt.nodes:
+            node.link.send(Abort(attempt.key, abort))
+        if writer and attempt.decode and not granted:  # the writer never learned where to write
+            attempt.decode.link.send(WriterQuiesced(attempt.key))
+
+    def replaceable(self, attempt: Attempt, node: Node) -> bool:
+        """Whether another node could take this one's part in the next attempt, and has not failed at it."""
+        return any(other is not node for other in self._able(attempt, node.role))
+
+    def tick(self) -> None:
+        """What is due of attempts that have ended."""
+        self._fences.remind()
 
     def node_left(self, node: Node) -> None:
+        self.pairs.left(node.identity)
         self._fences.node_left(node)
 
     def check_integrity(self) -> None:
@@ -200,7 +214,31 @@ class Attempts:
         rooms = sum(len(node.rooms) for node in self._registry.nodes())
         assert rooms == sum(len(attempt.nodes) for attempt in self._live.values())
         self._fences.check_integrity()
+        self.pairs.check_integrity(self._attached)
         assert not any(key in self._fences for key in self._live)
+
+    def _place(self, attempt: Attempt) -> None:
+        """Submit it now, or when a node serves that can take it."""
+        if not self._submit(attempt):
+            self._unplaced.append(attempt)
+
+    def _ask(self, attempt: Attempt, free: list[Node]) -> list[Node]:
+        """Ask one of the free decode nodes for room. Returns those that are free for the attempts behind this one."""
+        if attempt.prefill is None:
+            return free
+        able = self._able(attempt, Role.DECODE)
+        if able and not self._paired(attempt, able[0]):  # and so none of them, as others would come first
+            writers = self._able(attempt, Role.PREFILL)
+            if writers and self._paired(attempt, writers[0]):
+                return self._ask(self._restart(attempt, attempt.prefill, "set aside with every decode node"), free)
+        view = choose_decode([node.decode_view(attempt.size) for node in able if node in free])
+        if view is None:
+            return [node for node in free if node not in able]
+        if attempt.decode is not None:
+            attempt = self._restart(attempt, attempt.decode, "no grant in time")
+        if attempt.prefill is not None:
+            self._reserve(attempt, attempt.prefill, self._registry.chosen(view.node_id))
+        return free
 
     def _submit(self, attempt: Attempt) -> bool:
         """Choose a node that reads prompts and hand it this one. False when none can take it."""
@@ -240,13 +278,15 @@ class Attempts:
         )
         return True
 
-    def _restart(self, attempt: Attempt) -> Attempt:
-        """Begin again in a new room: a grant of the old one, should it come yet, must not be taken for a new one."""
-        request, node = attempt.request, attempt.decode
-        assert node is not None
-        log.warning("no grant in time", extra={"request_id": request.ask.request_id, "node": node.node_id})
-        request.avoid.add(node.node_id)  # whether it hangs or is full: not back and forth between two nodes
-        self.close(attempt, HandoffEvent.FAILED, "not granted in time")
+    def _restart(self, attempt: Attempt, node: Node, why: str) -> Attempt:
+        """Begin again in a new room: a grant of the old one, should it come yet, must not be taken for a new one.
+
+        It will do without the node if it can, whatever ails that: not back and forth between two nodes.
+        """
+        request = attempt.request
+        log.warning("begun again", extra={"request_id": request.ask.request_id, "node": node.node_id, "why": why})
+        request.avoid.add(node.node_id)
+        self.close(attempt, HandoffEvent.FAILED, why)
         return self.start(request, attempt.since)
 
     def _reserve(self, attempt: Attempt, writer: Node, node: Node) -> None:
@@ -280,9 +320,30 @@ class Attempts:
         self.queue.asked(attempt)
 
     def _able(self, attempt: Attempt, role: Role) -> list[Node]:
-        """Serving nodes that could ever run it; those on which it failed before only when there are no others."""
-        nodes = [node for node in self._registry.serving(role) if attempt.size.refusal(node.registration) is None]
+        """Serving nodes that could ever run it.
+
+        Those set aside with every peer only when there are no others; then, those on which it failed before likewise.
+        """
+        nodes = self._fitting(attempt, role)
+        nodes = [node for node in nodes if self._paired(attempt, node)] or nodes
         return [node for node in nodes if node.node_id not in attempt.request.avoid] or nodes
+
+    def _fitting(self, attempt: Attempt, role: Role) -> list[Node]:
+        return [node for node in self._registry.serving(role) if attempt.size.refusal(node.registration) is None]
+
+    def _paired(self, attempt: Attempt, node: Node) -> bool:
+        """Whether it is not set aside with the node that has, or some node that may have, the other part."""
+        if not self.pairs:
+            return True
+        if node.role is Role.PREFILL:
+            readers = self._fitting(attempt, Role.DECODE)
+            return any(not self.pairs.set_aside(node.identity, reader.identity) for reader in readers)
+        writer = attempt.prefill
+        return writer is None or not self.pairs.set_aside(writer.identity, node.identity)
+
+    def _attached(self, identity: NodeIdentity) -> bool:
+        node = self._registry.get(identity.node_id)
+        return node is not None and node.identity == identity
 
 
 def _forget(node: Node, key: RoomKey) -> None:

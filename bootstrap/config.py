@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.access import BootstrapAccess
 from engine.core.config import Bytes, option
 from engine.core.logs import LogConfig
 from engine.core.model_store import DEMO_MODEL, default_cache_dir
@@ -46,8 +47,10 @@ class BootstrapConfig:
     )
     drain_timeout: float = option(120.0, "at shutdown, live requests get this long to end", unit="s", low=0)
     metrics_listen: str = option("127.0.0.1:0", "host:port of the Prometheus endpoint; port 0 picks one and logs it")
+    access: BootstrapAccess = field(default_factory=BootstrapAccess)
     logs: LogConfig = field(default_factory=LogConfig)
 
     def problems(self) -> Iterable[str]:
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             yield "lease_seconds: at least twice heartbeat_seconds, or one late heartbeat loses a node"
+        yield from self.access.listen_problems(self.listen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from bootstrap.registry import Node
 from bootstrap.requests import Attempt
 from engine.core.errors import (
@@ -20,7 +22,7 @@ from engine.core.handoff import HandoffState
 from engine.core.messages import RoomFailed
 from engine.core.types import Role
 
-__all__ = ["given_up", "no_node", "node_lost", "outgrown", "room_failed", "too_slow"]
+__all__ = ["given_up", "no_node", "node_lost", "our_mistake", "outgrown", "room_failed", "too_slow"]
 
 MOST_LOSSES = 16  # nodes that one request may lose: it may be what takes them down
 
@@ -89,6 +91,12 @@ def outgrown(refusal: InvalidField, failure: KVRelayError | None) -> Overloaded:
     error = Overloaded(message, reason="NO_ROOM_TO_GO_ON", phase=_phase(failure))
     error.metadata |= refusal.metadata
     return error
+
+
+def our_mistake() -> KVRelayError:
+    """INTERNAL, with an incident id to log what raised under."""
+    incident = secrets.token_hex(6)
+    return KVRelayError(f"internal error; look for incident {incident} in the server's log", incident=incident)
 
 
 def _because(failure: KVRelayError | None) -> str:

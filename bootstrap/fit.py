@@ -23,6 +23,9 @@ class Size:
     def refusal(self, node: Registration) -> InvalidField | None:
         """Why it can never run on this node, however idle that is; None when it can."""
         pages, page_size = node.memory.num_pages, node.layout.page_size
+        if self.prompt + self.new > node.max_context:
+            limit = f"at most {node.max_context}, the context of a {node.role} node"
+            return InvalidField("prompt and answer tokens", self.prompt + self.new, limit)
         if node.role is Role.DECODE:
             reserved = node.reserved_decode_tokens
             return never_fits(self.prompt, self.new, pages * page_size, reserved, page_size, resumed=self.resumed)
@@ -53,4 +56,5 @@ class Size:
 def answer_room(node: Registration) -> int:
     """Most tokens of prompt and answer together that a node which answers has room for."""
     pages, page_size = node.memory.num_pages, node.layout.page_size
-    return longest_prompt(pages, page_size) + 1 if node.role is Role.UNIFIED else pages * page_size
+    room = longest_prompt(pages, page_size) + 1 if node.role is Role.UNIFIED else pages * page_size
+    return min(room, node.max_context)

@@ -7,20 +7,22 @@ live request that `submit` returned. When a request is tried again, and when it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from bootstrap.attempts import Attempts
 from bootstrap.config import BootstrapConfig
 from bootstrap.failures import no_node, node_lost
-from bootstrap.fit import Size
 from bootstrap.outcomes import Outcomes
+from bootstrap.records import record_end
 from bootstrap.registry import Link, Node, Registry
 from bootstrap.requests import Ask, Attempt, LiveRequest, Phase
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import AlreadyExists, KVRelayError, NotFound, Overloaded, Refused, Unavailable
 from engine.core.handoff import HandoffEvent, HandoffState
 from engine.core.messages import (
+    AdmitReport,
     CacheDelta,
+    DecodeReport,
     Drain,
     Drained,
     Explanation,
@@ -28,7 +30,9 @@ from engine.core.messages import (
     Heartbeat,
     Inspection,
     NodeStats,
+    PrefillReport,
     Registration,
+    RelayReport,
     Report,
     RoomFailed,
     RoomFenced,
@@ -42,6 +46,15 @@ from engine.core.types import RoomKey, TokenOutput
 __all__ = ["FrontDoor"]
 
 log = logging.getLogger("kvrelay.bootstrap")
+
+RoomReport = Grant | RoomFailed | RoomQuiesced | RoomFenced
+Output = AdmitReport | PrefillReport | RelayReport | DecodeReport | TokenOutput
+_OUTPUT = {  # kinds of late messages
+    AdmitReport: "admit_report",
+    PrefillReport: "prefill_report",
+    DecodeReport: "decode_report",
+    TokenOutput: "token",
+}
 
 
 class FrontDoor:
@@ -75,15 +88,20 @@ class FrontDoor:
 
     # ---- clients ----
 
-    def submit(self, ask: Ask, wake: Callable[[], None]) -> LiveRequest:
+    def submit(self, ask: Ask, wake: Callable[[], None], finish: FinishReason | None = None) -> LiveRequest:
         """Take a request in. `wake` is called whenever there is something to take, or the request has ended.
 
+        finish: why the tokens that it resumes from have ended its answer, if they have. Then it has ended, too.
         Raises AlreadyExists, Overloaded, Unavailable, or InvalidField for what no attached node could ever run.
         """
         if self.draining:
             raise Unavailable("this front door is shutting down", reason="DRAINING", phase="queued", retry_after=1.0)
         if ask.request_id in self.requests:
             raise AlreadyExists(f"request {ask.request_id!r} is live", request_id=ask.request_id)
+        if finish is not None:
+            request = LiveRequest(ask, (False, 0, 0), self._clock(), wake, finish=finish)
+            record_end(request, self._metrics)
+            return request
         if len(self.attempts.queue) >= self._config.max_queue:
             raise Overloaded(
                 f"{len(self.attempts.queue)} requests wait already",
@@ -91,7 +109,7 @@ class FrontDoor:
                 phase="queued",
                 retry_after=self._config.heartbeat_seconds,
             )
-        refusal = self.registry.refusal(Size(len(ask.token_ids), ask.stopping.max_new_tokens))
+        refusal = self.registry.refusal(ask.size)
         if refusal is not None:
             raise refusal
         missing = self.registry.missing(self._config.heartbeat_seconds)
@@ -102,14 +120,17 @@ class FrontDoor:
         order = (ask.priority is None, sign * (ask.priority or 0), self._arrivals)
         request = LiveRequest(ask, order, self._clock(), wake)
         self.requests[ask.request_id] = request
-        self.attempts.start(request)
+        try:
+            self.attempts.start(request)
+        except Exception as raised:
+            self._outcomes.broke(request, raised)
         self.attempts.advance_queue()
         return request
 
-    def abort(self, request_id: str) -> None:
-        """A client asks for the end of a request, by id. Raises NotFound."""
+    def abort(self, request_id: str, client: str | None = None) -> None:
+        """A client asks for the end of a request, by id. None: one that may end all. Raises NotFound."""
         request = self.requests.get(request_id)
-        if request is None:
+        if request is None or (client is not None and client != request.ask.client):
             raise NotFound(f"no live request {request_id[:128]!r}", request_id=request_id[:128])
         self.stop(request, FinishReason.ABORT, "aborted by the client")
 
@@ -121,7 +142,10 @@ class FrontDoor:
     def fail_all(self, error: Callable[[], KVRelayError]) -> None:
         """End every live request with an error."""
         for request in tuple(self.requests.values()):
-            self._outcomes.fail(request, error())
+            try:
+                self._outcomes.fail(request, error())
+            except Exception as raised:
+                self._outcomes.broke(request, raised)
 
     # ---- nodes ----
 
@@ -153,8 +177,12 @@ class FrontDoor:
                 self.attempts.release_prefill(attempt)
                 continue
             error = node_lost(node, attempt.state, why)
-            self.attempts.close(attempt, HandoffEvent.FAILED, str(error))
-            lost.append((attempt, error))
+            try:
+                self.attempts.close(attempt, HandoffEvent.FAILED, str(error))
+            except Exception as raised:
+                self._outcomes.broke(attempt.request, raised)
+            else:
+                lost.append((attempt, error))
         self.attempts.node_left(node)
         self._outcomes.node_left()
         self.registry.announce_left(node)
@@ -162,7 +190,10 @@ class FrontDoor:
         log.info("node left", extra={"node": node.node_id, "pool": node.role, "why": why})
         others = bool(self.registry.serving(node.role))
         for attempt, error in sorted(lost, key=lambda pair: pair[0].request.order):
-            self._outcomes.retry(attempt, error, lost=others)
+            try:
+                self._outcomes.retry(attempt, error, lost=others)
+            except Exception as raised:
+                self._outcomes.broke(attempt.request, raised)
         self.attempts.advance_queue()
         self._changed()
 
@@ -181,16 +212,27 @@ class FrontDoor:
         if self.registry.get(node.node_id) is not node:
             return
         node.heard = self._clock()
+        attempt = self.attempts.find(report.key, node) if isinstance(report, RoomReport) else None
+        try:
+            self._report(node, report, attempt)
+        except Exception as raised:
+            if attempt is None:
+                raise
+            self._outcomes.broke(attempt.request, raised)
+        self.attempts.advance_queue()
+
+    def _report(self, node: Node, report: Report, attempt: Attempt | None) -> None:
+        """attempt: the live one that the report is about, if it is about one."""
         match report:
             case Heartbeat(stats):
                 self._counted(node, stats)
-            case Grant(key):
-                attempt = self._find(key, node, "grant")
-                if attempt is not None and not self.attempts.granted(attempt, report):
+            case Grant():
+                if attempt is None or not self.attempts.granted(attempt, report):
                     self._late("grant")
-            case RoomFailed(key):
-                attempt = self._find(key, node, "room_failed")
-                if attempt is not None:
+            case RoomFailed():
+                if attempt is None:
+                    self._late("room_failed")
+                else:
                     self._outcomes.room_failed(attempt, node, report)
             case RoomQuiesced(key):
                 self.attempts.quiesced(key, node)
@@ -205,35 +247,31 @@ class FrontDoor:
                 self.answered(report)
             case Drained():
                 log.info("node drained", extra={"node": node.node_id, "pool": node.role})
-        self.attempts.advance_queue()
 
     def on_output(self, node: Node, step: StepOutput) -> None:
         """What a node made in one engine step. Nothing, once it has left."""
         if self.registry.get(node.node_id) is not node:
             return
-        for admitted in step.admitted:
-            attempt = self._find(admitted.key, node, "admit_report")
+        items: tuple[Output, ...]
+        items = (*step.admitted, *step.prefilled, *step.relayed, *step.decoded, *step.tokens)
+        for item in items:
+            attempt = self.attempts.find(item.key, node)
             if attempt is not None:
-                self._admitted(attempt, admitted.cached_tokens)
-        for prefilled in step.prefilled:
-            attempt = self._find(prefilled.key, node, "prefill_report")
-            if attempt is not None:
-                attempt.request.timing.add(Phase.PREFILL_WAIT, prefilled.prefill_wait)
-                attempt.request.timing.add(Phase.PREFILL, prefilled.prefill)
-        for relayed in step.relayed:
-            attempt = self.attempts.find(relayed.key, node)
-            if attempt is not None:  # that of a short answer may well come after its end, and is not late for that
-                attempt.request.timing.relayed_bytes += relayed.bytes
-                attempt.request.timing.relay += relayed.seconds
-        for decoded in step.decoded:
-            attempt = self._find(decoded.key, node, "decode_report")
-            if attempt is not None:
-                attempt.request.timing.add(Phase.HANDOFF, decoded.handoff)
-        for token in step.tokens:
-            attempt = self._find(token.key, node, "token")
-            if attempt is not None:
-                self._token(attempt, node, token)
+                try:
+                    self._output(attempt, node, item)
+                except Exception as raised:
+                    self._outcomes.broke(attempt.request, raised)
+            elif not isinstance(item, RelayReport):  # that of a short answer may well come after its end
+                self._late(_OUTPUT[type(item)])
         self.attempts.advance_queue()
+
+    def not_taken(self, node: Node, keys: Iterable[RoomKey], raised: Exception) -> None:
+        """A message of a node could not be taken in: that ends the requests which it was about."""
+        log.error("message not taken in", extra={"node": node.node_id}, exc_info=raised)
+        for key in keys:
+            attempt = self.attempts.find(key, node)
+            if attempt is not None:
+                self._outcomes.broke(attempt.request, raised)
 
     # ---- the clock ----
 
@@ -248,10 +286,13 @@ class FrontDoor:
         for node in self.registry.silent(self._config.lease_seconds):
             self.leave(node, f"silent for {self._config.lease_seconds:g} s")
             node.link.close(Unavailable("lease expired: no message for too long", reason="LEASE_EXPIRED"))
+        self.attempts.pairs.tick()
         self._outcomes.tick(now)
+        self.attempts.tick()
         self.attempts.advance_queue()
         self._metrics.set(FrontDoorMetric.LIVE, len(self.requests))
         self._metrics.set(FrontDoorMetric.QUEUED, len(self.attempts.queue))
+        self._metrics.set(FrontDoorMetric.SET_ASIDE, len(self.attempts.pairs))
 
     def check_integrity(self) -> None:
         self.registry.check_integrity()
@@ -267,12 +308,29 @@ class FrontDoor:
             log.info(event, extra={"node": node.node_id, "pool": node.role})
             self._changed()
 
+    def _output(self, attempt: Attempt, node: Node, item: Output) -> None:
+        timing = attempt.request.timing
+        match item:
+            case AdmitReport(_, cached_tokens):
+                self._admitted(attempt, cached_tokens)
+            case PrefillReport():
+                timing.add(Phase.PREFILL_WAIT, item.prefill_wait)
+                timing.add(Phase.PREFILL, item.prefill)
+            case RelayReport():
+                timing.relayed_bytes += item.bytes
+                timing.relay += item.seconds
+            case DecodeReport():
+                timing.add(Phase.HANDOFF, item.handoff)
+            case TokenOutput():
+                self._token(attempt, node, item)
+
     def _admitted(self, attempt: Attempt, cached_tokens: int) -> None:
         if not self.attempts.admitted(attempt):
             self._late("admit_report")  # of a room that was never granted: that node is wrong
             return
         if attempt.request.cached_tokens is None:
-            attempt.request.cached_tokens = cached_tokens
+            # What it resumes from may have been cached, too, but is no part of the prompt.
+            attempt.request.cached_tokens = min(cached_tokens, len(attempt.request.ask.token_ids))
             attempt.request.wake()
 
     def _token(self, attempt: Attempt, node: Node, token: TokenOutput) -> None:
@@ -285,7 +343,7 @@ class FrontDoor:
         else:
             self.attempts.move(attempt, HandoffEvent.PREFILLED)
         for ready in request.merge.add(token):
-            if ready.index == 0:
+            if request.made == 0:
                 request.timing.first_token = self._clock() - request.arrived
             request.give(ready)
             if ready.finish is not None:
@@ -294,13 +352,6 @@ class FrontDoor:
                 self._outcomes.end(request, HandoffEvent.FINISHED, "finished" if early else None, finish=ready.finish)
                 return
         request.wake()
-
-    def _find(self, key: RoomKey, node: Node, kind: str) -> Attempt | None:
-        """The attempt a message is about; None, counted, when it has ended or never was that node's."""
-        attempt = self.attempts.find(key, node)
-        if attempt is None:
-            self._late(kind)
-        return attempt
 
     def _late(self, kind: str) -> None:
         self._metrics.count(FrontDoorMetric.LATE, 1, kind)

@@ -10,8 +10,8 @@ __all__ = ["TokenMerge"]
 class TokenMerge:
     """Takes tokens in any order, gives every index once and in order."""
 
-    def __init__(self) -> None:
-        self.next_index = 0  # of the first token not yet given
+    def __init__(self, next_index: int = 0) -> None:
+        self.next_index = next_index  # of the first token not yet given
         self._early: dict[int, TokenOutput] = {}
 
     def add(self, token: TokenOutput) -> list[TokenOutput]:

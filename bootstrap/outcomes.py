@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from bootstrap.attempts import Attempts
 from bootstrap.config import BootstrapConfig
-from bootstrap.failures import given_up, no_node, outgrown, room_failed, too_slow
+from bootstrap.failures import given_up, no_node, our_mistake, outgrown, room_failed, too_slow
 from bootstrap.records import record_end
 from bootstrap.registry import Node, Registry
 from bootstrap.requests import Attempt, LiveRequest
@@ -24,12 +24,12 @@ __all__ = ["Outcomes"]
 log = logging.getLogger("kvrelay.bootstrap")
 
 RETRACTED = "retracted"  # starts the reason of a room that a full node gave up: nobody's fault
+LEFT = " left"  # ends the reason of a room whose peer was lost
 
 # Who is to blame when a phase takes too long: the node that reads the prompt, and the one that writes the answer.
 _SUSPECTS = {
     HandoffState.RESERVED: (True, False),
     HandoffState.PREFILLING: (True, False),
-    HandoffState.TRANSFERRING: (True, True),
     HandoffState.DECODING: (False, True),
 }
 
@@ -44,6 +44,7 @@ class Outcomes:
         self._attempts = attempts
         self._metrics = metrics
         self._clock = clock
+        attempts.broke = self.broke
         self._fit_due: float | None = None  # when to look for queued requests that no attached node could run
         self._limits = {
             HandoffState.QUEUED: config.queue_timeout,
@@ -63,16 +64,34 @@ class Outcomes:
     ) -> None:
         """Close the attempt, as `Attempts.close` does, and the request with it."""
         assert request.attempt is not None
-        self._attempts.close(request.attempt, event, abort)
-        self._settle(request, finish, error)
+        try:
+            self._attempts.close(request.attempt, event, abort)
+        finally:
+            self._settle(request, finish, error)
 
     def fail(self, request: LiveRequest, error: KVRelayError) -> None:
         self.end(request, HandoffEvent.FAILED, str(error), error=error)
+
+    def broke(self, request: LiveRequest, raised: Exception) -> None:
+        """What had to be done for a request raised, which is our mistake: it ends this request and no other."""
+        error = our_mistake()
+        extra = {"request_id": request.ask.request_id, **error.metadata}
+        log.error("request broke", extra=extra, exc_info=raised)
+        if request.ended:
+            return
+        try:
+            if request.attempt is not None and not request.attempt.state.ended:
+                self._attempts.close(request.attempt, HandoffEvent.FAILED, str(error))
+        except Exception:  # its books are closed first: what it failed at is to tell a node
+            log.exception("nodes not told", extra=extra)
+        self._settle(request, error=error)
 
     def room_failed(self, attempt: Attempt, node: Node, failed: RoomFailed) -> None:
         error = room_failed(node, failed)
         if not failed.retriable:
             self.fail(attempt.request, error)
+        elif failed.phase == HandoffState.TRANSFERRING.phase and not failed.reason.endswith(LEFT):
+            self._transfer_failed(attempt, error)
         else:
             # Either side may be the cause of what one of them reports.
             retracted = failed.reason.startswith(RETRACTED)
@@ -101,7 +120,10 @@ class Outcomes:
     def tick(self, now: float) -> None:
         missing = self._registry.missing(self._config.heartbeat_seconds)
         for request in tuple(self.requests.values()):
-            self._tick(request, now, missing)
+            try:
+                self._tick(request, now, missing)
+            except Exception as error:
+                self.broke(request, error)
         if self._fit_due is not None and now >= self._fit_due:
             self._fit_due = None
             self._end_outgrown()
@@ -133,20 +155,42 @@ class Outcomes:
         what = f"nothing for {self._limits[state]:g} s"
         if state is HandoffState.QUEUED:
             self.fail(attempt.request, too_slow(what, state, "PHASE_TIMEOUT", self._config.heartbeat_seconds))
+        elif state is HandoffState.TRANSFERRING:
+            self._transfer_failed(attempt, too_slow(what, state, "PHASE_TIMEOUT"))
         else:
             parts = zip((attempt.prefill, attempt.decode), _SUSPECTS[state], strict=True)
             suspects = [part for part, suspected in parts if suspected]
             self._try_elsewhere(attempt, too_slow(what, state, "PHASE_TIMEOUT"), suspects)
+
+    def _transfer_failed(self, attempt: Attempt, error: KVRelayError) -> None:
+        """What failed is between two nodes, both of which may be well: change one of them if that can be.
+
+        The decode node, since the other one has the prompt cached; but the prefill node if it failed with another.
+        """
+        prefill, decode, doubted = attempt.prefill, attempt.decode, attempt.request.doubted
+        if prefill is None or decode is None or attempt.unified:
+            self._try_elsewhere(attempt, error, (prefill, decode))
+            return
+        self._attempts.pairs.failed(prefill.identity, decode.identity)
+        again = prefill.node_id in doubted and decode.node_id not in doubted
+        order = (prefill, decode) if again else (decode, prefill)
+        doubted.update((prefill.node_id, decode.node_id))
+        changed = next((node for node in order if self._attempts.replaceable(attempt, node)), None)
+        self._try_elsewhere(attempt, error, (changed,))
 
     def _end_outgrown(self) -> None:
         """Fail queued requests that no attached node could run, however idle."""
         for request in tuple(self.requests.values()):
             attempt = request.attempt
             assert attempt is not None
-            if attempt.state is HandoffState.QUEUED:
+            if attempt.state is not HandoffState.QUEUED:
+                continue
+            try:
                 refusal = self._registry.refusal(attempt.size)
                 if refusal is not None:
                     self.fail(request, outgrown(refusal, request.failure))
+            except Exception as error:
+                self.broke(request, error)
 
     def _try_elsewhere(self, attempt: Attempt, error: KVRelayError, suspects: Iterable[Node | None]) -> None:
         attempt.request.avoid.update(node.node_id for node in suspects if node is not None)
@@ -160,8 +204,8 @@ class Outcomes:
         del self.requests[request.ask.request_id]
         request.finish, request.error = finish, error
         request.timing.total = self._clock() - request.arrived
-        record_end(request, self._metrics)
         request.wake()
+        record_end(request, self._metrics)
 
 
 def _lacks(attempt: Attempt, role: Role) -> bool:

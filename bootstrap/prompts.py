@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from bootstrap.answer import Answer
 from bootstrap.chat import ChatMessage
 from bootstrap.text import LONG, TextModel
 from bootstrap.wire import check_token_ids
 from engine.core.errors import InvalidField
+from engine.core.sampling import FinishReason, StoppingParams
 
 __all__ = ["Prompts"]
 
 LONG_AT_ONCE = 2  # a long text takes a core and a hundred bytes a character while it is tokenized
 LONG_CHAT = 64  # messages
+LONG_ANSWER = 200  # tokens, which are decoded one by one
 
 T = TypeVar("T")
 
@@ -56,6 +59,10 @@ class Prompts:
         check_token_ids("token_ids", token_ids, self._vocab_size)
         ids = list(token_ids)
         return await self._run(len(ids) > LONG, lambda: self._text.decode(ids, skip_special_tokens))
+
+    async def resume(self, answer: Answer, token_ids: Sequence[int], stopping: StoppingParams) -> FinishReason | None:
+        """`answer.resume`."""
+        return await self._run(len(token_ids) > LONG_ANSWER, lambda: answer.resume(token_ids, stopping))
 
     def close(self) -> None:
         """Begin nothing more. May be called twice."""

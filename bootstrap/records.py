@@ -26,6 +26,7 @@ def record_end(request: LiveRequest, metrics: Metrics) -> None:
             "prompt_tokens": len(ask.token_ids),
             "cached_tokens": cached,
             "output_tokens": len(request.output),
+            "resumed_tokens": len(ask.resumed),
             "attempts": request.attempts,
             "seconds": round(timing.total, 4),
             "prefill_node": timing.prefill_node,
@@ -33,16 +34,16 @@ def record_end(request: LiveRequest, metrics: Metrics) -> None:
         },
     )
     metrics.count(FrontDoorMetric.FINISHED, 1, outcome)
-    metrics.count(FrontDoorMetric.OUTPUT_TOKENS, len(request.output))
-    if request.output:
+    metrics.count(FrontDoorMetric.OUTPUT_TOKENS, request.made)
+    if request.made:
         metrics.observe(FrontDoorMetric.TTFT, timing.first_token)
         metrics.count(FrontDoorMetric.PROMPT_TOKENS, cached, "cached")
         metrics.count(FrontDoorMetric.PROMPT_TOKENS, len(ask.token_ids) - cached, "computed")
-    if request.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+    if request.finish not in (FinishReason.STOP, FinishReason.LENGTH) or not request.made:
         return
     metrics.observe(FrontDoorMetric.TOTAL, timing.total)
-    if len(request.output) > 1:
-        between = (timing.total - timing.first_token) / (len(request.output) - 1)
+    if request.made > 1:
+        between = (timing.total - timing.first_token) / (request.made - 1)
         metrics.observe(FrontDoorMetric.TPOT, between)
     for phase, seconds in timing.phases.items():
         metrics.observe(FrontDoorMetric.PHASE, seconds, phase)

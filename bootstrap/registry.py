@@ -132,8 +132,12 @@ class Registry:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of prompt and answer that every node can take; None while there is none."""
-        return min((node.registration.max_context for node in self._nodes.values()), default=None)
+        """Tokens of prompt and answer that some node of each role can take; None while there is none.
+
+        Not that every node can take: one odd node would make the whole cluster small.
+        """
+        contexts = [[node.registration.max_context for node in self.nodes(role)] for role in self.roles]
+        return min((max(ones) for ones in contexts if ones), default=None)
 
     def check(self, registration: Registration) -> None:
         """Raise Refused, naming the field and both values, when this node can fit no cluster, or not this one.

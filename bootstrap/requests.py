@@ -30,6 +30,17 @@ class Ask:
     cache_salt: str = ""
     ttft_target: float | None = None  # seconds from arrival to token 0; None: as the node is set
     deadline: float | None = None  # on the front door's clock
+    resumed: tuple[int, ...] = ()  # tokens of the answer that an earlier stream has delivered
+    client: str | None = None  # name of the API key it came with; None where none is needed
+
+    @property
+    def size(self) -> Size:
+        """Of the first attempt at it."""
+        return Size(
+            len(self.token_ids) + len(self.resumed),
+            self.stopping.max_new_tokens - len(self.resumed),
+            resumed=bool(self.resumed),
+        )
 
 
 class Phase(enum.StrEnum):
@@ -68,18 +79,23 @@ class LiveRequest:
     arrived: float
     wake: Callable[[], None]  # called when there is something to `take`, or the request has ended
     timing: Timing = field(default_factory=Timing)
-    merge: TokenMerge = field(default_factory=TokenMerge)
-    output: list[int] = field(default_factory=list)  # token ids in order: what a new attempt goes on from
+    merge: TokenMerge = field(init=False)
+    output: list[int] = field(init=False)  # token ids in order: what a new attempt goes on from
     cached_tokens: int | None = None  # prompt tokens the first prefill node had cached; None: no node has begun
     attempt: Attempt | None = None
     attempts: int = 0
     failures: int = 0  # attempts that failed before they made a token
     losses: int = 0  # attempts that failed because a node was lost while others served
     avoid: set[str] = field(default_factory=set)  # node ids on which attempts failed
+    doubted: set[str] = field(default_factory=set)  # node ids of either end of transfers that failed
     failure: KVRelayError | None = None  # of the last attempt that failed
     finish: FinishReason | None = None  # set when the request ended well, or was aborted
     error: KVRelayError | None = None  # set when it ended badly
     _ready: list[TokenOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.merge = TokenMerge(len(self.ask.resumed))
+        self.output = list(self.ask.resumed)
 
     @property
     def ended(self) -> bool:
@@ -88,6 +104,11 @@ class LiveRequest:
     @property
     def state(self) -> HandoffState:
         return self.attempt.state if self.attempt else HandoffState.QUEUED
+
+    @property
+    def made(self) -> int:
+        """Tokens of the answer that were made for this request, and not for an earlier stream of it."""
+        return len(self.output) - len(self.ask.resumed)
 
     def give(self, token: TokenOutput) -> None:
         self.output.append(token.token_id)

@@ -16,17 +16,20 @@ import uvloop
 from bootstrap.broadcast import Broadcast, wait_for
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
+from bootstrap.limits import ClientLimits
 from bootstrap.registry import Registry
 from bootstrap.servicers.admin import AdminServicer
 from bootstrap.servicers.generation import GenerationServicer
 from bootstrap.servicers.nodes import NodesServicer
 from bootstrap.text import TextModel
+from engine.core.access import is_loopback
 from engine.core.clock import monotonic
 from engine.core.errors import Unavailable
 from engine.core.logs import setup_logging
 from engine.core.metrics import FrontDoorMetric, Metrics, serve_metrics
 from engine.core.model_store import PreparedModel, ensure_prepared
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, generation_pb2, generation_pb2_grpc
+from rpc.security import Caller, Guard, server_credentials
 from rpc.server import RpcServer
 from rpc.signals import StopSignals
 
@@ -38,11 +41,12 @@ GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 TICK_S = 0.1
 CLOSING_S = 1.0  # for the last messages to leave
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-SERVICES = (
-    GENERATION,
-    bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-)
+CALLERS = {
+    GENERATION: Caller.CLIENT,
+    bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name: Caller.NODE,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name: Caller.OPERATOR,
+}
+SERVICES = tuple(CALLERS)
 
 
 class BootstrapServer:
@@ -54,10 +58,20 @@ class BootstrapServer:
         self.metrics = Metrics(FrontDoorMetric)
         registry = Registry(model.name, model.fingerprint, monotonic)
         self.front = FrontDoor(config, registry, self.metrics, monotonic, self._changes.notify)
-        self._generation = GenerationServicer(config, model, text, self.front, monotonic)
+        access = config.access
+        guard = Guard(access, CALLERS)
+        limits = ClientLimits(access.client_rate, access.client_burst, access.client_concurrency, monotonic)
+        self._generation = GenerationServicer(config, model, text, self.front, monotonic, guard, limits)
         self._nodes = NodesServicer(config, self.front)
         self._admin = AdminServicer(self.front, self._changes, monotonic)
-        self._rpc = RpcServer(config.listen, SERVICES, self._add, config.max_message_bytes)
+        self._rpc = RpcServer(
+            config.listen,
+            SERVICES,
+            self._add,
+            config.max_message_bytes,
+            server_credentials(access.tls_cert, access.tls_key, access.tls_client_ca),
+            guard,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.port = self._rpc.port
         GRPC_LOG.addFilter(_is_news)  # once, however many servers there are
@@ -139,6 +153,9 @@ async def serve(config: BootstrapConfig, model: PreparedModel, text: TextModel) 
 def main(config: BootstrapConfig) -> int:
     """Run the process; returns its exit code. Raises ConfigError for what the operator has to mend."""
     setup_logging(config.logs, role="bootstrap")
+    access = config.access
+    if (access.join_token or access.api_keys) and access.tls_cert is None and not is_loopback(config.listen):
+        log.warning("join token and API keys come over the network without TLS", extra={"listen": config.listen})
     model = ensure_prepared(
         config.model, config.model_dir, lambda line: log.info("preparing model", extra={"progress": line})
     )

@@ -26,6 +26,7 @@ __all__ = [
     "node_to_wire",
     "options_from_wire",
     "piece_to_wire",
+    "resumed_from_wire",
     "sampling_from_wire",
     "stopping_from_wire",
     "ttft_target_from_wire",
@@ -112,6 +113,14 @@ def stopping_from_wire(
     return params
 
 
+def resumed_from_wire(message: generation_pb2.GenerateRequest, most: int, vocab_size: int) -> tuple[int, ...]:
+    """Tokens of the answer that another stream has delivered. most: max_new_tokens. Raises InvalidField."""
+    if len(message.resumed_token_ids) > most:
+        raise InvalidField("resumed_token_ids", len(message.resumed_token_ids), f"at most {most} ids, max_new_tokens")
+    check_token_ids("resumed_token_ids", message.resumed_token_ids, vocab_size)
+    return tuple(message.resumed_token_ids)
+
+
 def options_from_wire(message: generation_pb2.GenerateRequest) -> AnswerOptions:
     """What the client wants to see, and the stop strings. Raises InvalidField."""
     response = message.response
@@ -160,7 +169,7 @@ def finished_to_wire(request: LiveRequest, answer: Answer, text: str) -> generat
             cached_tokens=request.cached_tokens or 0,
             output_tokens=answer.tokens,
         ),
-        timing=_timing_to_wire(request.timing, request.attempts),
+        timing=_timing_to_wire(request.timing, request.attempts + bool(request.ask.resumed)),
         text=text,
     )
     if answer.matched_stop is not None:
@@ -192,7 +201,7 @@ def _timing_to_wire(timing: Timing, attempts: int) -> generation_pb2.Timing:
 # ---- operators ----
 
 
-def node_to_wire(node: Node, now: float, problems: Iterable[str] = ()) -> admin_pb2.Node:
+def node_to_wire(node: Node, now: float, problems: Iterable[str] = (), set_aside: Iterable[str] = ()) -> admin_pb2.Node:
     return admin_pb2.Node(
         node_id=node.node_id,
         incarnation=node.identity.incarnation,
@@ -202,6 +211,7 @@ def node_to_wire(node: Node, now: float, problems: Iterable[str] = ()) -> admin_
         stats=stats_to_wire(node.stats),
         heartbeat_age=now - node.heard,
         problems=problems,
+        set_aside=set_aside,
     )
 
 

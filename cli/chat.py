@@ -48,7 +48,6 @@ class _Conversation:
 
         asked = pb.ChatMessage(role="user", content=question)
         request = pb.GenerateRequest(chat=pb.Chat(messages=[*self._messages, asked]))
-        request.response.token_ids = False
         fill_request(self._flags, request)
         try:
             answer = answer_watched(self._client, request, show, self._flags.deadline)
@@ -76,8 +75,7 @@ def _converse(conversation: _Conversation, client: Client) -> None:
     if sys.stdin.isatty():
         import readline  # noqa: F401  # gives input() line editing and history
 
-        with client.errors():
-            model = client.generation.GetModel(pb.GetModelRequest(), timeout=10)
+        model = client.model()
         say(f"{model.name}, {model.max_context} tokens of context. {_HELP}.")
         prompt = "> "
     while True:

@@ -19,15 +19,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bootstrap.config import BootstrapConfig
 from cli.children import Child, Interrupts
 from cli.client import ROLES, Client
 from cli.services import CONFIGS, add_config_file, config_file, load_service, prepare_model
 from cli.show import SIGN_OF_LIFE_S, Waiting, say
+from engine.core.access import BootstrapAccess, ClientAccess, find_key
 from engine.core.config import add_arguments, option_names
 from engine.core.errors import ConfigError, DeadlineExceeded, KVRelayError, Unavailable
 from engine.core.node_config import NodeConfig
@@ -42,6 +44,7 @@ _POLL_S = 0.1
 _ASK_S = 1.0  # between questions to the bootstrap, once they are needed
 _LEAVE_S = 5.0  # on top of a drain deadline, and for what has nothing left to drain
 _BOOTSTRAP = "bootstrap"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # of addresses that stand for all of this machine
 _DECIDED_HERE = ("bootstrap", "node_id", "listen", "metrics_listen")
 
 
@@ -56,6 +59,7 @@ class Plan:
     roles: Mapping[str, str]  # by the child's name
     env: Mapping[str, str]
     ranks: int = 1  # of each prefill node
+    access: ClientAccess = field(default_factory=ClientAccess)  # how to ask the bootstrap service
 
     def node_ids(self, name: str) -> tuple[str, ...]:
         """What a child is called in the cluster."""
@@ -64,17 +68,22 @@ class Plan:
 
 def plan_cluster(
     nodes: Mapping[Role, int],
-    address: str,
+    listen: str,
     flags: Mapping[str, object],
     env: Mapping[str, str],
     file: Path | None = None,
 ) -> Plan:
-    """Work out every child's command. `nodes`: how many of each role. `flags` are options of any service.
+    """Work out every child's command. `nodes`: how many of each role. `listen`: where the bootstrap service shall.
+    `flags` are options of any service, and of clients.
 
     Raises ConfigError for all mistakes.
     """
     _refuse_strays((*nodes, _BOOTSTRAP), flags)
-    configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in (*nodes, _BOOTSTRAP)]
+    configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in nodes]
+    bootstrap = load_service(BootstrapConfig, file, env, {**flags, "listen": listen})
+    access = load_service(ClientAccess, file, env, flags)
+    _check_key(bootstrap.access, access)
+    address = _dialled(listen)
     node: NodeConfig = configs[0].node
     threads = node.threads
     ranks = next((config.ranks.dp_size for config in configs if isinstance(config, PrefillConfig)), 1)
@@ -90,14 +99,29 @@ def plan_cluster(
     commands = {}
     for name, role in roles.items():
         if role == _BOOTSTRAP:
-            own = ["--listen", address, "--metrics-listen", metrics]
+            own = ["--listen", listen, "--metrics-listen", metrics]
         else:
             own = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
             own += ["--bootstrap", address, "--node-id", name]
         own += [f"--config={file.absolute()}"] if file else []
         # -P: a folder `engine` where the user stands is not ours.
         commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
-    return Plan(address, metrics, node, commands, roles, env, ranks)
+    return Plan(address, metrics, node, commands, roles, env, ranks, access)
+
+
+def _check_key(bootstrap: BootstrapAccess, client: ClientAccess) -> None:
+    """Raise ConfigError when the bootstrap would not tell us of its nodes."""
+    if keys := bootstrap.keys():
+        key = find_key(keys, client.api_key or "")
+        if key is None or not key.admin:
+            wanted = "`kvrelay up` asks for the state of the nodes, so it needs an admin key of the API keys"
+            raise ConfigError([f"KVRELAY_API_KEY or --api-key-file: {wanted}"])
+
+
+def _dialled(listen: str) -> str:
+    """Where to reach what listens there."""
+    host, _, port = listen.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def _refuse_strays(roles: Collection[str], flags: Mapping[str, object]) -> None:
@@ -181,7 +205,7 @@ class Cluster:
         say(f"started {', '.join(self._children)} (process ids {', '.join(self._pids())})")
         began = time.monotonic()
         missing, said, said_at = list(self._children), "", began
-        with Client(self.plan.address) as client:
+        with Client(self.plan.address, self.plan.access) as client:
             while missing:
                 with self._interrupts.held():  # as in `watch`
                     for child in self._children.values():
@@ -231,7 +255,7 @@ class Cluster:
     def _others(self, role: str) -> list[str] | None:
         """Nodes of a role that somebody else started; None when the bootstrap does not say."""
         try:
-            with Client(self.plan.address) as client:
+            with Client(self.plan.address, self.plan.access) as client:
                 nodes = _nodes(client)
         except KVRelayError:
             return None
@@ -323,7 +347,7 @@ def up(parser: argparse.ArgumentParser) -> None:
     text = "torch threads of each engine (default: OMP_NUM_THREADS, or the cores shared out among the engines)"
     parser.add_argument("--threads", default=argparse.SUPPRESS, metavar="N", help=text)
     seen = {*_DECIDED_HERE, "threads"}
-    for config in CONFIGS.values():
+    for config in (*CONFIGS.values(), ClientAccess):
         add_arguments(parser, config, skip=seen)
         seen |= set(option_names(config))
     parser.set_defaults(run=_up)

@@ -63,7 +63,7 @@ def _run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
         say(f"KVRelay demo: one prefill node, one decode node, {flags.model}")
         prepare_model(plan.node.model, plan.node.model_dir)
         cluster.start(_START_TIMEOUT_S)
-        with Client(plan.address) as client:
+        with Client(plan.address, plan.access) as client:
             say(f"\nA system prompt (how to answer visitors of an observatory), and: {_QUESTIONS[0]}\n")
             first = _ask(client, _QUESTIONS[0])
             say(f"\nThe same system prompt, and: {_QUESTIONS[1]}\n")

@@ -29,6 +29,8 @@ _EVENTS: dict[str, tuple[str, str]] = {
     LifetimeEvent.LAST_WRITE: ("last write", "the last pages were on their way"),
     LifetimeEvent.COMPLETE: ("complete", "pages were arriving"),
     LifetimeEvent.FIRST_STEP: ("first step", "wait for a decode step"),
+    LifetimeEvent.RETRACTED: ("retracted", "decoding, until there was no page for the next token"),
+    LifetimeEvent.RESUMED: ("resumed", "its pages were in host memory"),
 }
 _RESERVED = ("reserved", "wait for free pages on this node")
 _PHASES = (  # each from the first of these events that happened

@@ -22,6 +22,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted
 
 Options of services may also come from a file (--config FILE, TOML) and from the environment
 (KVRELAY_PAGE_SIZE for --page-size); a flag wins over the environment, the environment over the file.
+Secrets have no flag: KVRELAY_API_KEY, KVRELAY_JOIN_TOKEN and KVRELAY_API_KEYS, or a file (--api-key-file and so on).
 """
 
 
@@ -44,6 +45,7 @@ _COMMANDS = (
     _Command("explain", "cli.explain:explain", "tell what became of a request, and why it had to wait"),
     _Command("drain", "cli.operate:drain", "let a node finish its work and leave"),
     _Command("health", "cli.operate:health", "ask a process whether it serves"),
+    _Command("key", "cli.key:key", "make an API key"),
     _Command("bootstrap", "cli.services:bootstrap", "run the bootstrap service: front door and node registry"),
     _Command("prefill", "cli.services:prefill", "run a prefill node"),
     _Command("decode", "cli.services:decode", "run a decode node"),

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.client import CALL_TIMEOUT_S, ROLES, Client, ClientConfig, named_error, open_channel
 from cli.show import bytes_text, describe_error, printable, say, table, wide_table
-from engine.core.config import add_arguments
+from engine.core.access import ClientAccess, DialTls
+from engine.core.config import add_arguments, load
 from engine.core.errors import NotFound
 from engine.core.messages import NodeStats
 from kvrelay.v1 import admin_pb2, generation_pb2, types_pb2
@@ -23,7 +24,7 @@ from rpc.wire import stats_from_wire
 
 __all__ = ["drain", "health", "node_state", "status"]
 
-_REQUESTS = ("ungranted", "waiting", "running", "transferring")
+_REQUESTS = ("ungranted", "waiting", "running", "transferring", "retracted")
 _CLEAR = "\x1b[H\x1b[J"
 _POLL_S = 0.2
 
@@ -96,6 +97,7 @@ def _status_json(
                 "state": node_state(node),
                 "heartbeat_age": node.heartbeat_age,
                 "problems": list(node.problems),
+                "set_aside": list(node.set_aside),
                 "stats": asdict(stats_from_wire(node.stats)),
             }
             for node in listing.nodes
@@ -122,6 +124,9 @@ def _status_text(
     if requests:
         lines += ["", _request_table(requests)]
     lines += [f"{node.node_id}: {problem}" for node in listing.nodes for problem in node.problems]
+    for node in listing.nodes:
+        if node.set_aside and node.role == types_pb2.ROLE_PREFILL:  # both ends say it
+            lines.append(f"{node.node_id}: transfers kept failing, not paired for now with {', '.join(node.set_aside)}")
     return "\n".join(lines)
 
 
@@ -217,12 +222,14 @@ def health(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="host:port of any KVRelay process")
     parser.add_argument("--service", default="", metavar="NAME", help="full name of a service; default: the process")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="ask again for so long")
+    add_arguments(parser, DialTls)
     parser.set_defaults(run=_health)
 
 
 def _health(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     until = time.monotonic() + flags.wait
-    with open_channel(flags.address) as channel:
+    access = ClientAccess(tls=load(DialTls, file=None, env=env, flags=vars(flags)))
+    with open_channel(flags.address, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             serving, answer = _check(stub, flags)

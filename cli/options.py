@@ -1,10 +1,11 @@
-"""Prints docs/options.md: every option of every service, from the fields that declare them. Run by `make docs`."""
+"""Prints docs/options.md: every option of services and clients, from the fields that declare them. By `make docs`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from bootstrap.config import BootstrapConfig
+from cli.client import ClientConfig
 from decode_service.config import DecodeConfig
 from engine.core.config import describe
 from prefill_service.config import PrefillConfig
@@ -21,7 +22,8 @@ An option `page_size` is the flag `--page-size`, the environment variable `KVREL
 in the TOML file given with `--config`. A flag wins over the environment, the environment over the file. One file may
 serve a whole cluster: each service takes what it knows. `kvrelay up` takes the options of all services, refuses flags
 that only roles have which it does not start, and decides addresses and node ids itself. One that is true or false is
-switched off with `--no-`, as in `--no-prefix-cache`.
+switched off with `--no-`, as in `--no-prefix-cache`. Secrets have no flag, which would show in the list of processes;
+the tables name their variables.
 """
 
 
@@ -31,6 +33,7 @@ def options_page() -> str:
         ("prefill", PrefillConfig),
         ("decode", DecodeConfig),
         ("unified", UnifiedConfig),
+        ("generate, chat, status, explain, drain", ClientConfig),
     )
     page = "\n".join([_HEAD, *(f"## kvrelay {name}\n\n{describe(config)}" for name, config in services)])
     return page.replace(str(Path.home()), "~")  # the same page whoever makes it

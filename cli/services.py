@@ -15,6 +15,7 @@ from typing import TypeVar
 from bootstrap.config import BootstrapConfig
 from cli.show import say
 from decode_service.config import DecodeConfig
+from engine.core.access import ClientAccess
 from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option, option_names
 from engine.core.errors import KVRelayError
 from engine.core.logs import setup_logging
@@ -118,7 +119,7 @@ def config_file(flags: argparse.Namespace, env: Mapping[str, str]) -> Path | Non
 
 def load_service(cls: type[C], file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> C:
     """`load`, from a file that may hold options of the other services too: one file serves a cluster."""
-    known = {name for config in CONFIGS.values() for name in option_names(config)}
+    known = {name for config in (*CONFIGS.values(), ClientAccess) for name in option_names(config)}
     return load(cls, file=file, env=env, flags=flags, known=known)
 
 

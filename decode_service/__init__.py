@@ -9,6 +9,8 @@ Owns its page pool, which pages belong to which room, and the batch of running r
                                         │ every notice here
                                         ▼
                running batch ─► one token a step ─► Publish ─► finished: pages free
+                        ▲             │ out of pages
+                        └── parked ◄──┘ in host memory, or RoomFailed: through a prefill node again
 
 A request that ends while pages may still arrive leaves its pages fenced until the writer has acknowledged that it is
 done with them, or is gone.

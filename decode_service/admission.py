@@ -9,7 +9,8 @@ All amounts are tokens; R = decode tokens reserved for each request.
     budget      free - max(R * requests that hold room, need) - R * last_prebuilt - sum over retracted of (held + R)
     required    max(held + R, prompt + min(max_new, 4096) - retractable)
 
-Retracted requests come back first, in order, while held + R fits the budget without its last term and without `need`.
+Retracted requests come back first, in order, while held + R fits the budget without its last term and without `need`;
+where nothing else holds room, R is not asked of the first: what is near the end of the pool must come back, too.
 While any stays out nobody new is admitted, but the queue is still looked through, so what failed leaves it. Then the
 queue: a ready request is admitted while a row, a metadata slot and `required` are there; the first ready one that does
 not fit ends the pass. What would not fit an idle node is refused at arrival (`engine.core.room_budget.never_fits`), so
@@ -130,7 +131,7 @@ class _Room(Generic[Id]):
         self._page_size = state.page_size
         self.reserved = state.reserved
         self._prebuilt = state.reserved * state.last_prebuilt
-        self._holders = len(holders)
+        self.holders = len(holders)
         self.rows = state.rows - len(holders)
         self.retractable = sum(r.prompt_tokens + r.generated for r in state.running)
         self.need = 0
@@ -141,7 +142,7 @@ class _Room(Generic[Id]):
         return decode_room(prompt_tokens, generated, self._page_size)
 
     def budget(self) -> int:
-        return self.free - max(self.reserved * self._holders, self.need) - self._prebuilt
+        return self.free - max(self.reserved * self.holders, self.need) - self._prebuilt
 
     def required(self, candidate: Candidate[Id]) -> int:
         return required_room(
@@ -156,14 +157,15 @@ class _Room(Generic[Id]):
     def take(self, held: int) -> None:
         self.free -= held
         self.rows -= 1
-        self._holders += 1
+        self.holders += 1
 
 
 def _resume(retracted: Sequence[Holder[Id]], room: _Room[Id]) -> list[Id]:
     resumed: list[Id] = []
     for holder in retracted:
         held = room.held(holder.prompt_tokens, holder.generated)
-        if room.rows <= 0 or held + room.reserved > room.budget():
+        reserved = room.reserved if room.holders else 0
+        if room.rows <= 0 or held + reserved > room.budget():
             break
         room.take(held)
         resumed.append(holder.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.core.config import option
+from engine.core.config import Bytes, option
 from engine.core.errors import ConfigError
 from engine.core.node_config import NodeConfig
 from engine.core.room_budget import never_fits
@@ -21,6 +21,11 @@ class DecodeOptions:
     )
     reserved_decode_tokens: int = option(
         128, "set aside for each request on top of its prompt; more retracts less and admits less", unit="tokens", low=0
+    )
+    host_kv_memory: Bytes | None = option(
+        Bytes("256MiB"),
+        "host memory for the pages of retracted requests; none: they go back through a prefill node",
+        low=1,
     )
     priority_scheduling: bool = option(False, "admit by the priority of requests first, then by arrival")
     low_priority_first: bool = option(False, "smaller priorities are admitted first")

@@ -3,8 +3,10 @@
     Reserve ─► prealloc queue ─► admit ─► pages, receiver.expect, Grant
     RoomComplete (receiver) ─► running, unless token 0 already ended it
     step: a page for everyone ─► forward ─► sample ─► one Publish a link ─► finished rooms free their pages
+             └─ not enough ─► retracted: pages to the host ─► admit ─► pages, running
+                                  └─ no room there, or too long there ─► RoomFailed: through a prefill node again
 
-Which reservation is admitted is `admission`'s decision; this file only carries it out.
+Which reservation is admitted is `admission`'s decision, who gives way that of `retraction`; this file carries it out.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
-from decode_service.admission import Candidate, DecodeState, Holder, admit
+from decode_service.admission import Candidate, DecodeState, admit
 from decode_service.config import DecodeConfig
+from decode_service.holdings import candidates, decode_state
+from decode_service.parking import Parking
+from decode_service.retraction import PARKED_AT_MOST_S, needs_page, victims
 from decode_service.room import DecodeRoom, RoomState
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError, Overloaded
@@ -41,12 +47,12 @@ from engine.core.messages import (
     WriterQuiesced,
 )
 from engine.core.metrics import Metrics, NodeMetric
-from engine.core.priority import importance
 from engine.core.sampling import finish_reason
 from engine.core.types import NodeIdentity, RoomKey, TokenOutput
 from engine.device.batch import Row, build_batch
 from engine.device.next_token import next_tokens
 from engine.device.page_allocator import PageAllocator
+from engine.device.page_checksum import page_checksums
 from engine.device.sampler import TokenHistory
 from engine.device.setup import NodeDevice
 from transfer.agent import TransferAgent
@@ -67,6 +73,7 @@ log = logging.getLogger("kvrelay.decode")
 
 FENCED = "fenced"  # owner of pages whose room ended while a write may still land
 RATE_WEIGHT = 0.1  # of the newest step in the measured rate
+REMIND_S = 5.0  # after which a word that has not come is taken for lost
 
 
 class DecodeEngine(EngineLoop[ReceiverEvent]):
@@ -85,13 +92,16 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._page_size = device.layout.page_size
         self._options = config.decode
         self._agent = agent
-        self._receiver = PageReceiver(agent, self._take_event, clock=clock)
+        checksums = partial(page_checksums, device.pool.data)
+        self._receiver = PageReceiver(agent, self._take_event, checksums, clock=clock)
         self._allocator = PageAllocator(device.pool.num_pages)
+        self._parking = Parking(device.pool, device.host_pool)
         self._fence = FenceTable()
         self._rooms: dict[RoomKey, DecodeRoom] = {}  # in order of arrival
         self._rate = 0.0  # tokens a second
+        self._reminded = clock()
         self._requests = self._outputs = self._relayed_bytes = 0
-        self._room_changed = False  # head-room grew: tell the front door without waiting for the next heartbeat
+        self._room_changed = False  # head-room did: tell the front door without waiting for the next heartbeat
 
     def start(self) -> None:
         self._receiver.start()
@@ -144,7 +154,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                     self._end(room)
             case WriterQuiesced(key):
                 if (room := self._rooms.get(key)) is not None:
-                    room.writer_quiet = True
+                    room.quiet_since = self.clock()
                 elif key in self._fence:
                     self._receiver.settle(key)
             case Settled(ticket):
@@ -163,16 +173,26 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 self._unfence(self._fence.writer_gone(identity))
             case RoomComplete():
                 self._arrived(item)
-            case RoomBroken(key, reason):
+            case RoomBroken(key, reason, corrupt_pages):
+                self.metrics.count(NodeMetric.CORRUPT_PAGES, corrupt_pages)
                 if (room := self._rooms.get(key)) is not None:
                     self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True)
             case _:
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
 
     def handling_failed(self, link: Link | None, item: Command | ReceiverEvent, incident: str) -> None:
-        key = room_of(item)
+        key, reason = room_of(item), f"internal error, incident {incident}"
         if key is not None and (room := self._rooms.get(key)) is not None:
-            self._fail(room, HandoffState.TRANSFERRING, f"internal error, incident {incident}", retriable=False)
+            self._fail(room, HandoffState.TRANSFERRING, reason, retriable=False)
+        elif isinstance(item, Reserve) and link is not None:
+            link.report(RoomFailed(item.reservation.key, HandoffState.QUEUED.phase, reason, retriable=False))
+        elif isinstance(item, WriterQuiesced | Settled):  # of fenced pages: let it be said again, or they stay there
+            for other in self.links:
+                self._ask_writers(other)
+        elif isinstance(item, PeerLeft):
+            self._receiver.await_gone(item.identity)
+        elif isinstance(item, WriterGone):
+            self._receiver.await_gone(item.peer)
 
     def _arrived(self, event: RoomComplete) -> None:
         room = self._rooms.get(event.room)
@@ -194,7 +214,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def _writer_left(self, identity: NodeIdentity) -> None:
         for room in list(self._rooms.values()):
-            if room.reservation.writer == identity and room.state is not RoomState.RUNNING:
+            if room.reservation.writer == identity and room.state in (RoomState.QUEUED, RoomState.ARRIVING):
                 self._fail(room, HandoffState.TRANSFERRING, f"prefill node {identity.node_id} left", retriable=True)
         if any(writer == identity for _, writer in self._fence.waiting()):
             # The end of its session does not prove that it writes no more: these pages wait for WriterGone.
@@ -212,10 +232,11 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             self._receiver.forget(room.key)
             self._allocator.move(room.pages, room.key, FENCED)
             self._fence.fence(room.key, room.pages, room.reservation.writer)
-            if room.writer_quiet:
+            if room.quiet_since is not None:
                 self._receiver.settle(room.key)
         else:
             self._allocator.free(room.pages, room.key)
+            self._parking.drop(room.key)
         self._room_changed = True
 
     def _unfence(self, pages: list[int]) -> None:
@@ -234,57 +255,63 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     # ---- a pass ----
 
     def _state(self, queue: Sequence[Candidate[RoomKey]] = ()) -> DecodeState[RoomKey]:
-        """Who holds what now, as admission sees it. Fenced pages are nobody's, and not there to be given."""
-        options, usable = self._options, self._allocator.num_pages - self._allocator.owned(FENCED)
-        return DecodeState(
-            page_size=self._page_size,
-            capacity=usable * self._page_size,
-            reserved=options.reserved_decode_tokens,
-            rows=options.max_running,
-            metadata_slots=options.max_running,  # ours ride on the last notice: no slots to run out of
-            queue=queue,
-            running=[self._holder(room) for room in self._in(RoomState.RUNNING)],
-            transfer=[self._holder(room) for room in self._in(RoomState.ARRIVING)],
-            priorities=options.priority_scheduling,
-            low_priority_first=options.low_priority_first,
-        )
+        usable = self._allocator.num_pages - self._allocator.owned(FENCED)
+        return decode_state(self._rooms.values(), usable, self._page_size, self._options, queue)
 
-    @staticmethod
-    def _holder(room: DecodeRoom) -> Holder[RoomKey]:
-        return Holder(room.key, room.prompt, room.max_new, room.generated)
-
-    def _admit(self) -> None:
+    def _admit(self) -> list[DecodeRoom]:
+        """Bring back and grant what fits. Returns those that are back, who have a page for their next token."""
         queued = self._in(RoomState.QUEUED)
-        if not queued:
-            return
-        candidates = [
-            Candidate(
-                room.key,
-                room.prompt,
-                room.max_new,
-                priority=room.reservation.priority,
-                resumed=room.reservation.first_index > 0,
-            )
-            for room in queued
-        ]
-        for key in admit(self._state(candidates)).admitted:
+        if not queued and not self._in(RoomState.RETRACTED):
+            return []
+        decision = admit(self._state(candidates(queued)))
+        resumed = [self._rooms[key] for key in decision.resumed]
+        for room in resumed:
+            self._resume(room)
+        for key in decision.still_retracted:
+            since = self._rooms[key].times.last(LifetimeEvent.RETRACTED)
+            assert since is not None
+            if self.clock() - since >= PARKED_AT_MOST_S:
+                self._send_back(self._rooms[key], f"retracted: no room again for {PARKED_AT_MOST_S:g} s")
+        for key in decision.admitted:
             room = self._rooms[key]
             room.pages.extend(self._allocator.allocate(self._device.layout.pages_for(room.prompt), key))
             room.state = RoomState.ARRIVING
             room.times.stamp(LifetimeEvent.GRANTED)
-            self._receiver.expect(key, len(room.pages))
+            self._receiver.expect(key, room.pages)
             room.link.report(Grant(key, tuple(room.pages), self._head_room()))
         self._stats = self.collect_stats()  # a heartbeat during the step that follows must not tell of room given away
+        return resumed
+
+    def _resume(self, room: DecodeRoom) -> None:
+        room.pages.extend(self._allocator.allocate(self._device.layout.pages_for(room.position + 1), room.key))
+        room.state = RoomState.RUNNING  # so that a copy that fails fails the room
+        self._parking.bring_back(room.key, room.pages)
+        room.times.stamp(LifetimeEvent.RESUMED)
+        self._room_changed = True
 
     def _head_room(self) -> int:
-        """Tokens that admission would still grant to one more request."""
+        """Tokens that admission would still grant to one more request: none while any is retracted."""
         return max(0, admit(self._state()).budget)
+
+    def _remind(self) -> None:
+        """Where a word must have been lost: ask writers again, and give up rooms for which no page comes any more."""
+        now = self.clock()
+        if now - self._reminded < REMIND_S:
+            return
+        self._reminded = now
+        for link in self.links:
+            self._ask_writers(link)
+        for room in [*self._in(RoomState.QUEUED), *self._in(RoomState.ARRIVING)]:
+            if room.quiet_since is not None and now - room.quiet_since >= REMIND_S:
+                self._fail(room, HandoffState.TRANSFERRING, "its writer is done, not all pages came", retriable=True)
 
     def step(self) -> bool:
         if self._receiver.failure is not None:
             raise RuntimeError("the receiver thread has ended") from self._receiver.failure
-        self._admit()
-        running = self._make_room()
+        self._remind()
+        running = self._in(RoomState.RUNNING)
+        resumed = self._admit()
+        running = [*self._make_room(running), *resumed]
         if running:
             self._decode(running)
         if self._room_changed:
@@ -294,31 +321,37 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 link.report(Heartbeat(self.stats()))
         return bool(running)
 
-    def _make_room(self) -> list[DecodeRoom]:
-        """Give every running room the page its next token needs; retract until that works."""
-        running = self._in(RoomState.RUNNING)
-        needy = [room for room in running if room.position >= len(room.pages) * self._page_size]
-        while len(needy) > self._allocator.available:
-            if len(running) == 1:
-                return self._last_one_needs(needy[0])
-            victim = min(running, key=self._loss)
-            self._fail(victim, HandoffState.DECODING, "retracted: out of pages", retriable=True)
+    def _make_room(self, running: list[DecodeRoom]) -> list[DecodeRoom]:
+        """Give each of these the page its next token needs, retracting others of them; returns those that stay.
+
+        Who has just come back is not among them: it has its page, and makes a token before it gives way again.
+        """
+        for victim in victims(running, self._allocator.available, self._page_size, self._options):
+            self._retract(victim)
             running.remove(victim)
-            if victim in needy:
-                needy.remove(victim)
+        needy = [room for room in running if needs_page(room, self._page_size)]
+        if len(needy) > self._allocator.available:
+            return self._last_one_needs(needy[0])
         for room in needy:
             room.pages.extend(self._allocator.allocate(1, room.key))
         return running
 
-    def _loss(self, room: DecodeRoom) -> tuple[float, int, int]:
-        """Least for the one to retract first: the least important where priorities count, then who has fewest tokens.
+    def _retract(self, room: DecodeRoom) -> None:
+        if not self._parking.park(room.key, room.pages):
+            self._send_back(room, "retracted: out of pages")
+            return
+        self.metrics.count(NodeMetric.RETRACTED, 1, "host")
+        log.warning("retracted", extra={"room": str(room.key), "generated": room.generated})
+        self._allocator.free(room.pages, room.key)
+        del room.pages[:]
+        room.state = RoomState.RETRACTED
+        room.times.stamp(LifetimeEvent.RETRACTED)
+        self._room_changed = True
 
-        By tokens over all attempts: else one that came back would always be the next to go.
-        """
-        rank, options = 0.0, self._options
-        if options.priority_scheduling:
-            rank = importance(room.reservation.priority, low_first=options.low_priority_first)
-        return (rank, room.last_index, room.reservation.first_index - room.prompt)
+    def _send_back(self, room: DecodeRoom, reason: str) -> None:
+        """Have the front door take it through a prefill node again."""
+        self.metrics.count(NodeMetric.RETRACTED, 1, "prefill")
+        self._fail(room, HandoffState.DECODING, reason, retriable=True)
 
     def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:
         """Nobody else runs and no page is free: pages that arrive or are fenced will come back, unless it needs all."""
@@ -381,25 +414,30 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             ungranted=len(self._in(RoomState.QUEUED)),
             running=len(self._in(RoomState.RUNNING)),
             transferring=len(self._in(RoomState.ARRIVING)),
+            retracted=len(self._in(RoomState.RETRACTED)),
             tokens_per_second=self._rate,
             head_room=self._head_room(),
             requests_total=self._requests,
             output_tokens_total=self._outputs,
             retractable=sum(room.prompt + room.generated for room in self._in(RoomState.RUNNING)),
             relayed_bytes_total=self._relayed_bytes,
+            host_pages_total=self._parking.num_pages,
+            host_pages_free=self._parking.available,
         )
 
     def check_integrity(self) -> None:
         self._allocator.check_integrity()
         self._device.pool.check_integrity()
         self._fence.check_integrity()
+        self._parking.check_integrity([room.key for room in self._in(RoomState.RETRACTED)])
         assert self._fence.fenced_pages == self._allocator.owned(FENCED), "the fence and its pages disagree"
         assert self.journal.live == self._rooms.keys(), "the journal knows other rooms"
         held = 0
         for key, room in self._rooms.items():
             assert room.key == key
             assert len(room.pages) == self._allocator.owned(key), f"{key} does not own its pages"
-            assert bool(room.pages) == (room.state is not RoomState.QUEUED), f"{key} is {room.state}"
+            on_device = room.state in (RoomState.ARRIVING, RoomState.RUNNING)
+            assert bool(room.pages) == on_device, f"{key} is {room.state}"
             held += len(room.pages)
         free = self._allocator.available + self._allocator.owned(FENCED)
         assert held + free == self._allocator.num_pages, "pages belong to no room"

@@ -1,10 +1,14 @@
 """One request as a decode node keeps it. The engine loop is its only writer.
 
     QUEUED ──admitted: pages allocated──► ARRIVING ──every notice here──► RUNNING ──finished──► ENDED
-       └────────────── abort ─────────────────┴──────── failed, aborted, retracted ──────────────►┘
+       │                                      │               out of pages │  ▲ they fit again    ▲
+       │                                      │                            ▼  │                   │
+       │                                      │                         RETRACTED                 │
+       └────────────── abort ─────────────────┴────────── failed, aborted ─────┴──────────────────┘
 
 Pages: ARRIVING and RUNNING own `pages` under `key` in the allocator. When a room ends in ARRIVING a write may still
-land, so its pages go to the fence first and become free from there.
+land, so its pages go to the fence first and become free from there. RETRACTED owns pages of the host pool instead, with
+the content that `pages` had; all else that it needs to go on stays here.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ class RoomState(enum.StrEnum):
     QUEUED = "queued"
     ARRIVING = "arriving"
     RUNNING = "running"
+    RETRACTED = "retracted"
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +40,7 @@ class DecodeRoom:
     times: Timeline
     state: RoomState = RoomState.QUEUED
     pages: array[int] = field(default_factory=lambda: array("i"))  # an array is read into a batch at memory speed
-    writer_quiet: bool = False  # the writer has said that it is done with this room
+    quiet_since: float | None = None  # clock time at which its writer was heard to be done with this room
     # From here on: known once the pages are here.
     last_token: int = -1  # the newest token, whose KV is not yet computed
     last_index: int = -1  # its index in the answer

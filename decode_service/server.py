@@ -20,7 +20,7 @@ def main(config: DecodeConfig) -> int:
     """Serve until told to leave. Raises ConfigError when the node cannot start."""
 
     def build(identity: NodeIdentity, metrics: Metrics, stack: ExitStack) -> tuple[DecodeEngine, Registration]:
-        device = set_up_device(config.node)
+        device = set_up_device(config.node, host_kv_memory=config.decode.host_kv_memory, host_untouched=True)
         check_pool(config.decode, device.pool.num_pages, device.layout.page_size)
         agent = stack.enter_context(closing(TransferAgent(identity, device.memory)))
         return DecodeEngine(device, config, agent, metrics), Registration(

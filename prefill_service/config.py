@@ -42,3 +42,6 @@ class PrefillConfig:
     node: NodeConfig = field(default_factory=NodeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ranks: RankConfig = field(default_factory=RankConfig)
+    kv_checksum: bool = option(
+        False, "send a checksum with every page; decode nodes check it, and a page that differs fails the attempt"
+    )

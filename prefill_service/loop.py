@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.core.clock import Clock, monotonic
 from engine.core.handoff import HandoffState
@@ -39,6 +40,7 @@ from engine.core.messages import (
 from engine.core.metrics import Metrics, NodeMetric
 from engine.core.types import NodeIdentity, PrefillTask, RoomKey, TokenOutput
 from engine.device.next_token import Wanted, next_tokens
+from engine.device.page_checksum import page_checksums
 from engine.device.sampler import TokenHistory
 from engine.device.setup import NodeDevice
 from prefill_service.announce import announce_changes
@@ -88,6 +90,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             self._take_event,
             window_bytes=config.node.inflight_bytes,
             write_timeout_s=config.node.write_timeout,
+            checksums=partial(page_checksums, device.pool.data) if config.kv_checksum else None,
             clock=clock,
         )
         self._rooms: dict[RoomKey, _Room] = {}
@@ -153,9 +156,9 @@ class PrefillEngine(PromptEngine[SenderEvent]):
                 self.metrics.observe(NodeMetric.RELAY_SECONDS, seconds)
                 room = self._end(key)
                 room.link.publish(StepOutput(relayed=(RelayReport(key, written, seconds),)))
-                room.link.report(RoomQuiesced(key))
+                self._say_quiet(room)
             case Quiesced(key):
-                self._end(key).link.report(RoomQuiesced(key))
+                self._say_quiet(self._end(key))
             case WriteFailed(key, reason):
                 self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
             case _:
@@ -163,11 +166,18 @@ class PrefillEngine(PromptEngine[SenderEvent]):
 
     def handling_failed(self, link: Link | None, item: Command | SenderEvent, incident: str) -> None:
         reason = f"internal error, incident {incident}"
-        key = room_of(item)
-        if isinstance(item, Submit) and key not in self._rooms and link is not None:
-            link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
-        elif key is not None:
-            self._fail(key, HandoffState.PREFILLING, reason, retriable=False)
+        match item:
+            case Submit(task) if task.key not in self._rooms and link is not None:
+                link.report(RoomFailed(task.key, HandoffState.QUEUED.phase, reason, retriable=False))
+            case WritesDone(key) | Quiesced(key):  # the sender says so once: the room must end all the same
+                if key in self._rooms:
+                    self._end(key)
+                for other in self.links:
+                    other.report(RoomQuiesced(key))
+            case Abort(key) if key not in self._rooms and link is not None:
+                link.report(RoomQuiesced(key))
+            case _ if (room := room_of(item)) is not None:
+                self._fail(room, HandoffState.PREFILLING, reason, retriable=False)
 
     def _abort(self, key: RoomKey, why: str) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
@@ -200,6 +210,11 @@ class PrefillEngine(PromptEngine[SenderEvent]):
         """The sender is done with a room: its pages may go."""
         self._scheduler.finish(key)
         return self._forget(key)
+
+    def _say_quiet(self, room: _Room) -> None:
+        """When it was aborted, more than one front door may have asked."""
+        for link in {room.link, *self.links} if room.over else {room.link}:
+            link.report(RoomQuiesced(room.request.key))
 
     def _forget(self, key: RoomKey) -> _Room:
         self.journal.ended(key)

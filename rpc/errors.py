@@ -32,6 +32,8 @@ log = logging.getLogger("kvrelay.rpc")
 _DETAILS = "grpc-status-details-bin"
 _CLASSES: dict[grpc.StatusCode, type[KVRelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: named.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: named.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: named.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: named.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: named.AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: named.Refused,
@@ -78,6 +80,8 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    if isinstance(error, NotImplementedError):  # what a generated servicer says of a method that nobody has written
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
     if not isinstance(error, KVRelayError):
         incident = secrets.token_hex(6)
         log.exception("handler failed", extra={"incident": incident, "method": method}, exc_info=error)

@@ -24,15 +24,16 @@ from typing import Any
 
 import uvloop
 
-from engine.core.errors import Refused
+from engine.core.access import is_loopback
 from engine.core.logs import setup_logging
 from engine.core.loop import EngineLoop
 from engine.core.messages import Drained, NodeStats, Registration
 from engine.core.metrics import Metrics, NodeMetric, serve_metrics
 from engine.core.node_config import NodeConfig
 from engine.core.types import NodeIdentity, Role
+from rpc.security import server_credentials
 from rpc.server import RpcServer
-from rpc.session import Session, end
+from rpc.session import Session, end, is_refusal
 from rpc.signals import StopSignals
 
 __all__ = ["Rank", "rank_ids", "run_node", "serve_node"]
@@ -74,6 +75,8 @@ def serve_node(
     """
     name = config.name(role)
     setup_logging(config.logs, role=role, node=name)
+    if config.access.join_token and config.access.tls.tls_ca is None and not all(map(is_loopback, config.bootstrap)):
+        log.warning("the join token goes over the network without TLS", extra={"bootstrap": ",".join(config.bootstrap)})
     metrics = Metrics(NodeMetric)
     with ExitStack() as stack:
         endpoint = stack.enter_context(closing(serve_metrics(metrics, config.metrics_listen)))
@@ -88,7 +91,8 @@ def serve_node(
 
 async def run_node(ranks: Sequence[Rank], config: NodeConfig, observe: Observe) -> int:
     """Run a process until it is told to leave; returns the exit code. `observe` gets the stats every `WATCH_S`."""
-    server = RpcServer(config.listen)
+    tls = config.access.tls
+    server = RpcServer(config.listen, credentials=server_credentials(tls.tls_cert, tls.tls_key, None))
     await server.start()
     incarnations = ",".join(rank.identity.incarnation for rank in ranks)
     log.info("listening", extra={"port": server.port, "incarnation": incarnations})
@@ -107,7 +111,9 @@ class _NodeProcess:
     def __init__(self, ranks: Sequence[Rank], config: NodeConfig, server: RpcServer, observe: Observe):
         self._ranks = ranks
         self._engines = [rank.engine for rank in ranks]
-        self._sessions = [Session(config.bootstrap, r.registration, r.engine, self.drain_by) for r in ranks]
+        self._sessions = [
+            Session(config.bootstrap, r.registration, r.engine, self.drain_by, config.access) for r in ranks
+        ]
         self._config = config
         self._server = server
         self._observer = observe
@@ -159,7 +165,7 @@ class _NodeProcess:
     @staticmethod
     def _session_ended(session: asyncio.Task[None]) -> int:
         error = session.exception()
-        refusals = error.subgroup(Refused) if isinstance(error, BaseExceptionGroup) else None
+        refusals = error.subgroup(is_refusal) if isinstance(error, BaseExceptionGroup) else None
         if refusals is None:
             log.critical("session failed", exc_info=error)
         else:

@@ -10,16 +10,19 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.core.errors import ConfigError
 from rpc.errors import ErrorInterceptor
+from rpc.security import Guard
 
 __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 8 << 20
+MAX_PORT = 65535
 
 
 class RpcServer:
     """One listening server. `services` are the full names of what `add` adds: they are reflected and health-checked.
 
-    Health is NOT_SERVING until `set_serving`. Raises ConfigError when the address cannot be bound.
+    Health is NOT_SERVING until `set_serving`. `guard` sees every call first; `credentials` are for TLS. Raises
+    ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -28,11 +31,16 @@ class RpcServer:
         services: Sequence[str] = (),
         add: Callable[[grpc.aio.Server], None] = lambda server: None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        credentials: grpc.ServerCredentials | None = None,
+        guard: Guard | None = None,
     ):
+        port = listen.rpartition(":")[2]
+        if not port.isdecimal() or int(port) > MAX_PORT:  # grpc would listen on the rest modulo 65536
+            raise ConfigError([f"listen: cannot bind {listen!r}; allowed: host:port, a port of 0 to {MAX_PORT}"])
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._names = ("", *services)
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(), *([guard] if guard else [])],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -40,6 +48,7 @@ class RpcServer:
                 # A client whose host vanished is noticed, and its requests are cancelled.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),  # of the same pings; a minute, unless said here, too
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
@@ -48,7 +57,10 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         try:
-            self.port = self._server.add_insecure_port(listen)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(listen)
+            else:
+                self.port = self._server.add_secure_port(listen, credentials)
         except RuntimeError:
             self.port = 0
         if self.port == 0:

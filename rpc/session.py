@@ -17,15 +17,17 @@ from typing import Any
 
 import grpc
 
-from engine.core.errors import KVRelayError, Refused, Unavailable
+from engine.core.access import NodeAccess
+from engine.core.errors import KVRelayError, Refused, Unauthenticated, Unavailable
 from engine.core.loop import EngineLoop
 from engine.core.messages import Drain, Heartbeat, LinkLost, LinkUp, Registration, Report, StepOutput
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import bootstrap_pb2_grpc as pb_grpc
 from rpc.errors import from_rpc_error
+from rpc.security import JOIN_TOKEN_METADATA, JOIN_TOKEN_REASONS, open_channel_aio
 from rpc.wire import command_from_wire, registration_to_wire, report_to_wire, step_output_to_wire
 
-__all__ = ["CHANNEL_OPTIONS", "NODE_METADATA", "Session"]
+__all__ = ["CHANNEL_OPTIONS", "NODE_METADATA", "Session", "is_refusal"]
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 log = logging.getLogger("kvrelay.session")
@@ -40,9 +42,15 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of the same pings; a minute, unless said here, too
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a bootstrap said that it will not have this node: it does not fit, or lacks the cluster's join token."""
+    return isinstance(error, Refused) or (isinstance(error, Unauthenticated) and error.reason in JOIN_TOKEN_REASONS)
 
 
 class Connection:
@@ -102,16 +110,19 @@ class Session:
         registration: Registration,
         engine: EngineLoop[Any],
         on_drain: Callable[[float], None],
+        access: NodeAccess,
     ):
         self._addresses = addresses
         self._registration = registration
         self._engine = engine
         self._on_drain = on_drain
+        self._tls = access.tls
+        self._token = () if access.join_token is None else ((JOIN_TOKEN_METADATA, access.join_token),)
         self._welcomes: Counter[str] = Counter()  # times each bootstrap has taken this node in
         self.connections: set[Connection] = set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises Refused when a bootstrap will not have this node and none ever had.
+        """Runs until cancelled. Raises what `is_refusal` when a bootstrap will not have this node and none ever had.
 
         Also when a new process has taken this node's id.
         """
@@ -133,7 +144,7 @@ class Session:
             except KVRelayError as error:
                 # A cluster that has changed under a node that served it may change back; a node never taken in, or
                 # one whose place another process has taken, is of no use.
-                if isinstance(error, Refused) and (not self._welcomes.total() or error.reason == REPLACED):
+                if is_refusal(error) and (not self._welcomes.total() or error.reason == REPLACED):
                     raise
                 if self._welcomes[address] > welcomes:
                     said_at = -SAY_AGAIN_S  # a new failure, not the same one again
@@ -147,11 +158,12 @@ class Session:
 
     async def _attach(self, address: str) -> None:
         """One connection's life. Always ends with a KVRelayError."""
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel_aio(address, self._tls, CHANNEL_OPTIONS) as channel:
             stub = pb_grpc.BootstrapStub(channel)
-            attach = stub.Attach()
+            attach = stub.Attach(metadata=self._token)
             try:
-                await attach.write(pb.NodeReport(register=registration_to_wire(self._registration)))
+                with contextlib.suppress(asyncio.InvalidStateError):  # turned away already: reading says why
+                    await attach.write(pb.NodeReport(register=registration_to_wire(self._registration)))
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     first = await attach.read()
                 if first is EOF or not first.HasField("welcome"):
@@ -168,7 +180,7 @@ class Session:
 
     async def _converse(self, address: str, welcome: pb.Welcome, attach: Any, stub: pb_grpc.BootstrapStub) -> None:
         connection = Connection(address, welcome)
-        publish = stub.Publish(metadata=((NODE_METADATA, str(self._registration.identity)),))
+        publish = stub.Publish(metadata=((NODE_METADATA, str(self._registration.identity)), *self._token))
         self._welcomes[address] += 1
         self.connections.add(connection)
         self._engine.post(connection, LinkUp())
@@ -212,8 +224,11 @@ class Session:
             while (message := await attach.read()) is not EOF:
                 if message.HasField("heartbeat_ack"):
                     await connection.acknowledged()
-                else:
+                    continue
+                try:
                     self._take(connection, message)
+                except Exception:  # one command must not end the session, and with it every room it carries
+                    log.exception("command not taken in", extra={"kind": message.WhichOneof("command")})
 
     def _take(self, connection: Connection, message: pb.NodeCommand) -> None:
         try:

@@ -28,7 +28,7 @@ from typing import Any
 
 import nixl
 import numpy as np
-from nixl._bindings import nixlRemoteDisconnectError
+from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 
 from engine.core.errors import ConfigError
 from engine.core.types import NodeIdentity, PoolMemory
@@ -129,7 +129,7 @@ class TransferAgent:
     def add_peer(self, identity: NodeIdentity, metadata: bytes, memory: PoolMemory) -> None:
         """Get to know a peer. Adding again what is known changes nothing; other incarnations of its node are removed.
 
-        Raises PeerRefused.
+        One that cannot be reached, since it has ended already or for now, is known all the same. Raises PeerRefused.
         """
         with self._lock:
             known = self._peers.get(identity)
@@ -142,7 +142,11 @@ class TransferAgent:
                     self._retire(other)
             if known is None:
                 known = _Peer(identity, metadata, memory)
-                self._connect(known)
+                try:
+                    self._connect(known)
+                except PeerDisconnected as error:  # whoever writes to it or probes it tries again
+                    log.info("no connection", extra={"peer": known.name, "error": str(error)})
+                    known.broken = True
                 self._peers[identity] = known
             known.retired = known.watched = False
 
@@ -180,7 +184,7 @@ class TransferAgent:
                 return False
             try:
                 self._reconnect(peer)
-            except PeerRefused as error:
+            except (PeerRefused, PeerDisconnected) as error:
                 log.info("no connection", extra={"peer": peer.name, "error": str(error)})
             return True
 
@@ -201,15 +205,16 @@ class TransferAgent:
     ) -> Write:
         """Post a write of whole pages, one list into the other; `notice` follows when they have landed.
 
+        A connection that broke while nothing was in progress is noticed only now: then a new one is tried, once.
         Raises UnknownPeer, or PeerDisconnected while writes on a broken connection are not all accounted for.
         """
         assert len(local_pages) == len(remote_pages) > 0
+        ours, theirs = np.array(local_pages, dtype=np.int32), np.array(remote_pages, dtype=np.int32)
         with self._lock:
             peer = self._usable(identity)
-            ours, theirs = np.array(local_pages, dtype=np.int32), np.array(remote_pages, dtype=np.int32)
-            write = Write(peer, self._nixl.make_prepped_xfer("WRITE", self._pages, ours, peer.pages, theirs, notice))
-            peer.active.add(write)
-            self._advance(write, self._nixl.transfer)
+            write = self._post(peer, ours, theirs, notice)
+            if write.state is WriteState.FAILED and not peer.active:
+                write = self._post(self._usable(identity), ours, theirs, notice)
             return write
 
     def poll(self, write: Write) -> WriteState:
@@ -295,8 +300,11 @@ class TransferAgent:
         self._reconnects += 1
 
     def _connect(self, peer: _Peer) -> None:
+        """Raises PeerDisconnected when nobody is there, PeerRefused when somebody else is."""
         try:
             name = self._nixl.add_remote_agent(peer.metadata).decode()
+        except nixlBackendError as error:
+            raise PeerDisconnected(peer.identity) from error
         except Exception as error:  # NIXL raises one class per status, all directly below Exception
             raise PeerRefused(peer.identity, f"NIXL cannot use its metadata ({type(error).__name__})") from error
         try:
@@ -331,6 +339,12 @@ class TransferAgent:
     def _prepare(self, agent: str, memory: PoolMemory) -> Any:
         return self._nixl.prep_xfer_dlist(agent, page_descriptors(memory), memory_type(memory))
 
+    def _post(self, peer: _Peer, ours: Any, theirs: Any, notice: bytes) -> Write:
+        write = Write(peer, self._nixl.make_prepped_xfer("WRITE", self._pages, ours, peer.pages, theirs, notice))
+        peer.active.add(write)
+        self._advance(write, self._nixl.transfer)
+        return write
+
     def _send(self, peer: _Peer, notice: bytes) -> None:
         try:
             self._nixl.send_notif(peer.name, notice)
@@ -352,8 +366,8 @@ class TransferAgent:
         if write.error:
             write.state = WriteState.FAILED
             peer.broken = True
-        self._nixl.release_xfer_handle(write._handle)
         peer.active.remove(write)
+        self._nixl.release_xfer_handle(write._handle)
         if peer.retired:
             self._retire(peer)
 

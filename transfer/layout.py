@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.types import PoolMemory
 
-__all__ = ["memory_type", "page_descriptors", "pool_region"]
+__all__ = ["PageChecksums", "memory_type", "page_descriptors", "pool_region"]
+
+PageChecksums: TypeAlias = Callable[[Sequence[int]], tuple[int, ...]]  # of pages of this node's pool, in their order
 
 
 def memory_type(memory: PoolMemory) -> str:

@@ -15,12 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError
 from engine.core.types import NodeIdentity, RoomKey
 from transfer.agent import TransferAgent, Write, WriteState
+from transfer.layout import PageChecksums
+from transfer.notice import MAX_CHECKSUMS
 from transfer.page_stream import Batch, PageStreams, Quiesced, SenderEvent, Sent, WriteFailed, WritesDone
 
 __all__ = ["PageSender", "Quiesced", "SenderEvent", "SenderStats", "Sent", "WriteFailed", "WritesDone"]
@@ -55,14 +57,22 @@ class PageSender:
         window_bytes: int = WINDOW_BYTES,
         batch_bytes: int = BATCH_BYTES,
         write_timeout_s: float = 30.0,
+        checksums: PageChecksums | None = None,
         clock: Clock = monotonic,
     ):
-        """`on_event` is called from the transfer thread and must return at once. `window_bytes` is of one peer."""
+        """`on_event` is called from the transfer thread and must return at once. `window_bytes` is of one peer.
+
+        checksums: also called there, for the pages of each write, whose notice carries them; None: it carries none.
+        """
         self._agent = agent
         self._on_event = on_event
         self._write_timeout = write_timeout_s
         self._clock = clock
-        self._streams = PageStreams(agent.memory.page_bytes, batch_bytes=batch_bytes, window_bytes=window_bytes)
+        self._checksums = checksums
+        page_bytes = agent.memory.page_bytes
+        if checksums is not None:
+            batch_bytes = min(batch_bytes, MAX_CHECKSUMS * page_bytes)
+        self._streams = PageStreams(page_bytes, batch_bytes=batch_bytes, window_bytes=window_bytes)
         self._wake = threading.Condition()  # its lock guards _streams and the three below
         self._poked = False
         self._closing = False
@@ -160,14 +170,17 @@ class PageSender:
         if batch is None:
             return False
         try:
-            if not batch.lease():
+            notice = batch.notice
+            if self._checksums is not None and batch.local_pages:
+                notice = replace(notice, checksums=self._checksums(batch.local_pages))
+            if not batch.lease():  # asked last, as checksums take their time
                 self._fail(batch, "this node's lease ran out")
             elif batch.local_pages:
-                write = self._agent.write(batch.peer, batch.local_pages, batch.remote_pages, batch.notice.encode())
+                write = self._agent.write(batch.peer, batch.local_pages, batch.remote_pages, notice.encode())
                 self._writes.setdefault(batch.peer, deque()).append((write, batch))
                 self._posted += 1
             else:
-                self._agent.notify(batch.peer, batch.notice.encode())
+                self._agent.notify(batch.peer, notice.encode())
                 self._finish(batch)
         except KVRelayError as error:
             self._fail(batch, str(error))

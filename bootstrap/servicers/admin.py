@@ -86,9 +86,9 @@ class AdminServicer(pb_grpc.AdminServicer):
 
     def _nodes(self, problems: Mapping[Node, tuple[str, ...]]) -> pb.ListNodesResponse:
         now = self._clock()
-        nodes = self._front.registry.nodes()
+        nodes, pairs = self._front.registry.nodes(), self._front.attempts.pairs
         return pb.ListNodesResponse(
-            nodes=[wire.node_to_wire(node, now, problems.get(node, ())) for node in nodes],
+            nodes=[wire.node_to_wire(node, now, problems.get(node, ()), pairs.peers(node.identity)) for node in nodes],
             queued_requests=len(self._front.attempts.queue),
             live_requests=len(self._front.requests),
         )

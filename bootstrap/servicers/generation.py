@@ -15,6 +15,7 @@ from bootstrap import wire
 from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
+from bootstrap.limits import ClientLimits
 from bootstrap.prompts import Prompts
 from bootstrap.requests import Ask, LiveRequest
 from bootstrap.text import TextModel, check_prompt_tokens
@@ -25,6 +26,7 @@ from engine.core.sampling import FinishReason
 from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
 from kvrelay.v1 import generation_pb2_grpc as pb_grpc
+from rpc.security import Guard
 
 __all__ = ["GenerationServicer"]
 
@@ -34,7 +36,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationServicer(pb_grpc.GenerationServicer):
     """kvrelay.v1.Generation."""
 
-    def __init__(self, config: BootstrapConfig, model: PreparedModel, text: TextModel, front: FrontDoor, clock: Clock):
+    def __init__(
+        self,
+        config: BootstrapConfig,
+        model: PreparedModel,
+        text: TextModel,
+        front: FrontDoor,
+        clock: Clock,
+        guard: Guard,
+        limits: ClientLimits,
+    ):
         self._config = config
         self._model = model
         self._text = text
@@ -43,18 +54,31 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self._prompts = Prompts(text, model.vocab_size)
         self._front = front
         self._clock = clock
+        self._guard = guard
+        self._limits = limits
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        ask, options = await self._read(request, context.time_remaining())
-        news = asyncio.Event()
-        live = self._front.submit(ask, news.set)
-        # Runs however the call ends: answered, cancelled, past its deadline, or with its connection.
-        context.add_done_callback(lambda _: self._front.stop(live, FinishReason.ABORT, "the client has gone"))  # type: ignore[arg-type]
-        async for response in self._answer(live, options, news):
-            yield response
+        end = self._limits.begin(self._guard.caller_name(context))
+        context.add_done_callback(lambda _: end())  # type: ignore[arg-type]  # as below
+        try:
+            key = self._guard.key(context)
+            ask, options = await self._read(request, context.time_remaining(), key.name if key else None)
+            answer = Answer(self._text, options, ask.token_ids)
+            finish = await self._prompts.resume(answer, ask.resumed, ask.stopping)
+            news = asyncio.Event()
+            live = self._front.submit(ask, news.set, finish)
+            # Runs however the call ends: answered, cancelled, past its deadline, or with its connection.
+            context.add_done_callback(lambda _: self._front.stop(live, FinishReason.ABORT, "the client has gone"))  # type: ignore[arg-type]
+            async for response in self._answer(live, answer, news):
+                if response.HasField("finished"):
+                    end()
+                yield response
+        finally:
+            end()  # before the client knows that the call has ended: its next one may follow at once
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        self._front.abort(request.request_id)
+        key = self._guard.key(context)
+        self._front.abort(request.request_id, None if key is None or key.admin else key.name)
         return pb.AbortResponse()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -82,6 +106,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._limits.take(self._guard.caller_name(context))
         match request.WhichOneof("prompt"):
             case "text":
                 text, token_ids = request.text, await self._prompts.encode(request.text, self._max_context())
@@ -93,6 +118,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         return pb.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        self._limits.take(self._guard.caller_name(context))
         text = await self._prompts.decode(request.token_ids, request.skip_special_tokens, self._max_context())
         return pb.DetokenizeResponse(text=text)
 
@@ -102,7 +128,9 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
     # ---- the request ----
 
-    async def _read(self, message: pb.GenerateRequest, seconds_left: float | None) -> tuple[Ask, AnswerOptions]:
+    async def _read(
+        self, message: pb.GenerateRequest, seconds_left: float | None, client: str | None
+    ) -> tuple[Ask, AnswerOptions]:
         """Check everything that can be checked before the request is queued. Raises InvalidField, NotFound."""
         arrived = self._clock()
         if seconds_left is not None and seconds_left <= 0:
@@ -126,7 +154,8 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         usual = self._config.default_max_new_tokens
         stopping = wire.stopping_from_wire(
             message.stopping,
-            default=usual if fits is None else max(1, min(usual, fits)),
+            # An answer that was begun elsewhere may be longer than ours would be.
+            default=max(len(message.resumed_token_ids), usual if fits is None else max(1, min(usual, fits))),
             room=room,
             eos_token_ids=self._end_ids,
             vocab_size=self._model.vocab_size,
@@ -141,6 +170,8 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             cache_salt=message.cache_salt,
             ttft_target=ttft_target,
             deadline=None if seconds_left is None else arrived + seconds_left,
+            resumed=wire.resumed_from_wire(message, stopping.max_new_tokens, self._model.vocab_size),
+            client=client,
         )
         return ask, options
 
@@ -170,10 +201,9 @@ class GenerationServicer(pb_grpc.GenerationServicer):
     # ---- the answer ----
 
     async def _answer(
-        self, live: LiveRequest, options: AnswerOptions, news: asyncio.Event
+        self, live: LiveRequest, answer: Answer, news: asyncio.Event
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Whatever is ready when the stream takes more goes out as one delta. Raises the error the request ended by."""
-        answer = Answer(self._text, options, live.ask.token_ids)
         started = False
         while True:
             ended = live.ended

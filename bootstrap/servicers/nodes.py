@@ -7,16 +7,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from bootstrap.config import BootstrapConfig
 from bootstrap.front import FrontDoor
 from bootstrap.registry import Node
 from engine.core.errors import InvalidField, InvalidRequest, KVRelayError, Refused, Unavailable
 from engine.core.messages import Command, Registration
+from engine.core.types import RoomKey
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import bootstrap_pb2_grpc as pb_grpc
 from rpc.session import NODE_METADATA
@@ -85,8 +87,8 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                 raise Unavailable(f"the session of {node.identity} has ended", reason="NOT_ATTACHED")
             try:
                 self._front.on_output(node, step_output_from_wire(message))
-            except Exception:  # one step must not end a node's session; its requests run into their deadlines
-                log.exception("output not taken in", extra={"node": node.node_id})
+            except Exception as error:  # one step must not end a node's session
+                self._front.not_taken(node, _rooms(message), error)
         return pb.PublishEnd()
 
     async def _take_reports(self, node: Node, link: _StreamLink, reports: AsyncIterator[pb.NodeReport]) -> None:
@@ -98,10 +100,8 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                     report = report_from_wire(message)
                     if report is not None:
                         self._front.on_report(node, report)
-                except Exception:  # as above
-                    log.exception(
-                        "report not taken in", extra={"node": node.node_id, "kind": message.WhichOneof("report")}
-                    )
+                except Exception as error:  # as above
+                    self._front.not_taken(node, _rooms(message), error)
                 if message.HasField("heartbeat"):
                     link.acknowledge()
         except KVRelayError as error:
@@ -133,3 +133,14 @@ async def _registration(reports: AsyncIterator[pb.NodeReport]) -> Registration:
                 refused.metadata = error.metadata
                 raise refused from error
     raise InvalidRequest("a session begins with `register`", reason="NOT_REGISTERED")
+
+
+def _rooms(message: Message) -> Iterator[RoomKey]:
+    """Every room that a message names, wherever it does."""
+    if isinstance(message, pb.Room):
+        yield RoomKey(message.room, message.epoch)
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in (value,) if isinstance(value, Message) else value:
+                yield from _rooms(part)

@@ -10,6 +10,10 @@ a service composes e.g. the scheduler's options:
         kv_memory: Bytes = option(Bytes("2GiB"), "size of the page pool", low=1)
         scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
+A secret (`option(None, help, secret=True)`, of type `str | None`) has no flag, which would show in the list of
+processes, and its value is in no text this module makes. Beside it stands an option of the same name and `_file`, of
+type `Path | None`: the secret is read from that file when the configuration is loaded.
+
 Types: int, float, bool, str, Path, Bytes, a StrEnum, `tuple[X, ...]` of these (comma-separated) and `X | None`
 ("none"). An empty environment variable counts as not set. A dataclass may have `problems() -> Iterable[str]` for rules
 between fields. Nothing else in the project reads the environment.
@@ -74,6 +78,7 @@ class _Declared:
     choices: tuple[object, ...]
     low: float | None
     high: float | None
+    secret: bool
 
 
 def option(
@@ -84,10 +89,11 @@ def option(
     choices: Sequence[T] = (),
     low: float | None = None,
     high: float | None = None,
+    secret: bool = False,
 ) -> T:
     """A configuration field. `low` and `high` are inclusive; for a tuple, limits and choices hold for each item."""
-    declared = _Declared(help, unit, tuple(choices), low, high)
-    return dataclasses.field(default=default, metadata={_METADATA: declared})
+    declared = _Declared(help, unit, tuple(choices), low, high, secret)
+    return dataclasses.field(default=default, repr=not secret, metadata={_METADATA: declared})
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +254,23 @@ def load(
             near = difflib.get_close_matches(name, {*options, *known}, n=1)
             problems.append(f"{key} in {file}: no such option" + (f", did you mean {near[0]}?" if near else ""))
     given |= {one.name: (env[one.variable], one.variable) for one in options.values() if env.get(one.variable)}
-    given |= {one.name: (flags[one.name], one.flag) for one in options.values() if one.name in flags}
+    given |= {
+        one.name: (flags[one.name], one.flag)
+        for one in options.values()
+        if one.name in flags and not one.declared.secret
+    }
     values: dict[str, object] = {one.name: one.default for one in options.values()}
     for name, (value, source) in given.items():
         try:
             values[name] = options[name].parse(value)
         except ValueError as error:
-            problems.append(f"{source}: {error}")
+            problems.append(f"{source}: {'not text' if options[name].declared.secret else error}")
+    for name in (one.name for one in options.values() if one.declared.secret):
+        path = values[f"{name}_file"]
+        if path is not None and values[name] is not None:
+            problems.append(f"{given[name][1]} and {given[f'{name}_file'][1]}: only one of the two can be meant")
+        elif path is not None:
+            values[name] = _read_secret(typing.cast(Path, path), problems)
     if not problems:
         config = _build(cls, values)
         problems += _rules(config)
@@ -273,6 +289,17 @@ def _read(file: Path | None, problems: list[str]) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         problems.append(f"{file}: not a TOML file: {error}")
     return {}
+
+
+def _read_secret(file: Path, problems: list[str]) -> str | None:
+    """What the file holds, without white space around it."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        problems.append(f"{file}: {error.strerror}")
+    except UnicodeDecodeError:
+        problems.append(f"{file}: not text")
+    return None
 
 
 def _build(cls: type[T], values: Mapping[str, object]) -> T:
@@ -299,12 +326,12 @@ def _rules(config: object) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type, *, skip: Container[str] = ()) -> None:
-    """A flag for every option of `cls` but those named in `skip`, grouped by the dataclass that declares it.
+    """A flag for every option of `cls` but secrets and those in `skip`, grouped by the dataclass that declares it.
 
     Values stay text, and what is not given is absent from the namespace: `load` checks all sources alike.
     """
     groups: dict[type, argparse._ArgumentGroup] = {}
-    for one in (one for one in _options(cls) if one.name not in skip):
+    for one in (one for one in _options(cls) if one.name not in skip and not one.declared.secret):
         if one.group not in groups:
             groups[one.group] = parser.add_argument_group((one.group.__doc__ or "options").splitlines()[0].rstrip("."))
         help_text = one.help_text.replace("%", "%%")
@@ -322,5 +349,6 @@ def describe(cls: type) -> str:
     for one in _options(cls):
         unit = f", {one.declared.unit}" if one.declared.unit else ""
         kind = f"{one.type_name}{unit}".replace("|", " \\| ")
-        rows.append(f"| `{one.flag}` | {one.default_text} | {kind} | {one.declared.help} |")
+        name = one.variable if one.declared.secret else one.flag
+        rows.append(f"| `{name}` | {one.default_text} | {kind} | {one.declared.help} |")
     return "\n".join(rows) + "\n"

@@ -3,6 +3,8 @@
     KVRelayError                  code         whose fault
     ├── InvalidRequest            INVALID_ARGUMENT     the caller's
     │   └── InvalidField          names field, value and limit
+    ├── Unauthenticated           UNAUTHENTICATED      the caller's: no key or token, or a wrong one
+    ├── PermissionDenied          PERMISSION_DENIED    the caller's: its key is not one for this
     ├── NotFound                  NOT_FOUND            the caller's: no such model, node or request
     ├── AlreadyExists             ALREADY_EXISTS       the caller's: a live request has that id
     ├── Refused                   FAILED_PRECONDITION  the node's: its layout or role does not fit the cluster
@@ -31,7 +33,9 @@ __all__ = [
     "KVRelayError",
     "NotFound",
     "Overloaded",
+    "PermissionDenied",
     "Refused",
+    "Unauthenticated",
     "Unavailable",
 ]
 
@@ -63,6 +67,16 @@ class InvalidField(InvalidRequest):
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         super().__init__(f"{field} is {shown}; allowed: {limit}", reason=reason, field=field, value=shown, limit=limit)
+
+
+class Unauthenticated(KVRelayError):
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(KVRelayError):
+    code = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(KVRelayError):

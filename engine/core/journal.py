@@ -154,7 +154,18 @@ class RoomJournal:
         self._clock = clock
         self._live: dict[RoomKey, _Room] = {}
         self._ended: dict[RoomKey, _Room] = {}  # oldest first
+        self._refused: dict[RoomKey, None] = {}  # aborted before they came; oldest first
         self._number = 0  # of the newest pass, where passes are held
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a room is here or was: it must not begin, once more."""
+        return key in self._live or key in self._ended or key in self._refused
+
+    def refuse(self, key: RoomKey) -> None:
+        """A room that is not here has ended: should it come yet, it comes late."""
+        self._refused[key] = None
+        if len(self._refused) > ENDED_KEPT:
+            del self._refused[next(iter(self._refused))]
 
     @property
     def live(self) -> Set[RoomKey]:

@@ -23,6 +23,8 @@ class LifetimeEvent(enum.StrEnum):
     LAST_WRITE = "last_write"  # every write of the request is terminal
     COMPLETE = "complete"  # every page arrived
     FIRST_STEP = "first_step"  # the first decode step began
+    RETRACTED = "retracted"  # its pages went to host memory
+    RESUMED = "resumed"  # and came back
     ENDED = "ended"  # this process has forgotten it
 
 

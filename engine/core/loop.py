@@ -25,6 +25,7 @@ from typing import Generic, Protocol, TypeVar
 from engine.core.clock import Clock, monotonic
 from engine.core.journal import RoomJournal
 from engine.core.messages import (
+    Abort,
     Command,
     Explain,
     Explanation,
@@ -273,5 +274,10 @@ class EngineLoop(abc.ABC, Generic[Event]):
             case Explain(inspection_id, request_id):
                 assert link is not None
                 link.report(Explanation(inspection_id, self.journal.explain(request_id)))
+            case Submit() | Reserve() if room_of(item) in self.journal:
+                self.metrics.count(NodeMetric.LATE, 1, type(item).__name__.lower())
+            case Abort(key) if key not in self.journal:
+                self.journal.refuse(key)
+                self.handle(link, item)
             case _:
                 self.handle(link, item)

@@ -135,11 +135,13 @@ class NodeStats:
     host_pages_free: int = 0
     host_pages_cached: int = 0
     host_hit_tokens_total: int = 0
+    retracted: int = 0
 
     @property
     def idle(self) -> bool:
         """No request is in any queue and none holds a page."""
-        return not (self.ungranted or self.waiting or self.running or self.transferring or self.pages_held)
+        requests = self.ungranted + self.waiting + self.running + self.transferring + self.retracted
+        return not (requests or self.pages_held)
 
 
 @dataclass(frozen=True, slots=True)

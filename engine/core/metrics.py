@@ -69,6 +69,7 @@ class FrontDoorMetric(Metric):
     )
     QUEUED = ("kvrelay_queued_requests", "gauge", "Requests waiting for a decode node, or on a unified node")
     LIVE = ("kvrelay_live_requests", "gauge", "Requests arrived and not ended")
+    SET_ASIDE = ("kvrelay_pairs_set_aside", "gauge", "Pairs of a prefill and a decode node not used: transfers failed")
     TTFT = ("kvrelay_time_to_first_token_seconds", "histogram", "Arrival to token 0")
     TPOT = ("kvrelay_time_per_output_token_seconds", "histogram", "Mean time between a request's tokens", (), _TOKEN)
     TOTAL = ("kvrelay_request_seconds", "histogram", "Arrival to the last message")
@@ -87,7 +88,14 @@ class NodeMetric(Metric):
     RELAY_SECONDS = ("kvrelay_relay_seconds", "histogram", "Prefill: time in which a room's writes were in progress")
     HANDOFF_SECONDS = ("kvrelay_handoff_seconds", "histogram", "Decode: last prefill forward's end to the first step")
     FAILED = ("kvrelay_rooms_failed_total", "counter", "Attempts that failed on this node, by phase", ("phase",))
+    RETRACTED = (
+        "kvrelay_retractions_total",
+        "counter",
+        "Decode: requests that gave way as pages ran out, by where they went: host, or through prefill again",
+        ("where",),
+    )
     LATE = ("kvrelay_late_messages_total", "counter", "Messages dropped because their attempt had ended", ("kind",))
+    CORRUPT_PAGES = ("kvrelay_corrupt_pages_total", "counter", "Decode: pages that came otherwise than they were sent")
     INTEGRITY = ("kvrelay_integrity_problems_total", "counter", "Mistakes that a check of the node's own books found")
 
 
@@ -134,12 +142,12 @@ class Metrics:
 
 _BY_STATE = (  # metric, help text, beginning of the fields' names, states
     ("pages", "Pages, by who has them", "pages_", ("free", "cached", "held", "fenced")),
-    ("host_pages", "Pages of the host tier, by who has them", "host_pages_", ("free", "cached")),
-    ("requests", "Requests, by where they are", "", ("ungranted", "waiting", "running", "transferring")),
+    ("host_pages", "Pages of the host pool, by who has them", "host_pages_", ("free", "cached")),
+    ("requests", "Requests, by where they are", "", ("ungranted", "waiting", "running", "transferring", "retracted")),
 )
 _GAUGES = {
     "pages_total": "Pages of the pool",
-    "host_pages_total": "Pages of the host tier",
+    "host_pages_total": "Pages of the host pool; on decode nodes those not free are of retracted requests",
     "queued_tokens": "Uncached prompt tokens not yet computed",
     "tokens_per_second": "Measured rate: output tokens of a decode node, computed prompt tokens of any other",
     "head_room": "Tokens that decode admission would still accept",

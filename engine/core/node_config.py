@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.access import NodeAccess
 from engine.core.config import Bytes, option
 from engine.core.logs import LogConfig
 from engine.core.model_store import default_cache_dir
@@ -56,6 +57,7 @@ class NodeConfig:
     write_timeout: float = option(30.0, "a write that takes longer fails its request", unit="s", low=0.1)
     drain_timeout: float = option(120.0, "a draining node leaves after this long, done or not", unit="s", low=0)
     stall_timeout: float = option(60.0, "not serving while one engine pass takes longer than this", unit="s", low=1)
+    access: NodeAccess = field(default_factory=NodeAccess)
     logs: LogConfig = field(default_factory=LogConfig)
 
     def problems(self) -> Iterable[str]:

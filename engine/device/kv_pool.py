@@ -36,9 +36,18 @@ class KVPool:
 
     All layers of a page lie together, so page p is the `page_bytes` bytes from `base_address + p * page_bytes`.
     pinned: in host memory that a CUDA device copies to and from at full speed, which the system cannot swap out.
+    untouched: leave it to the first writes to take the memory from the system, unless it is pinned.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu", *, pinned: bool = False):
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        *,
+        pinned: bool = False,
+        untouched: bool = False,
+    ):
         assert num_pages > 0
         self.layout = layout
         self.num_pages = num_pages
@@ -46,8 +55,8 @@ class KVPool:
         self.nbytes = num_pages * layout.page_bytes
         raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
         raw = raw[-raw.data_ptr() % _ALIGNMENT :][: self.nbytes]
-        # Written once, so that the kernel's page faults happen now and not inside the first requests.
-        raw.zero_()
+        if not untouched:
+            raw.zero_()  # so that the kernel's page faults happen now and not inside the first requests
         shape = (num_pages, layout.layers, 2, layout.kv_heads, layout.page_size, layout.head_dim)
         self.data: Tensor = raw.view(getattr(torch, layout.dtype)).view(shape)
         self.base_address = self.data.data_ptr()

@@ -30,7 +30,7 @@ class NodeDevice:
     pool: KVPool
     runner: Runner
     max_context: int  # tokens, prompt and answer together
-    host_pool: KVPool | None = None  # in host memory, for pages evicted from `pool`
+    host_pool: KVPool | None = None  # in host memory, for pages that leave `pool`
 
     @property
     def memory(self) -> PoolMemory:
@@ -46,17 +46,26 @@ class NodeDevice:
 
 
 def set_up_device(
-    config: NodeConfig, report: Callable[[str], None] = log.info, *, host_kv_memory: int | None = None
+    config: NodeConfig,
+    report: Callable[[str], None] = log.info,
+    *,
+    host_kv_memory: int | None = None,
+    host_untouched: bool = False,
 ) -> NodeDevice:
     """Prepare and load the model and allocate the pool. Raises ConfigError with the reason when that cannot be.
 
-    host_kv_memory: bytes of a second pool, in host memory; None: there is none.
+    host_kv_memory: bytes of a second pool, in host memory; None: there is none. host_untouched: see `KVPool`.
     """
-    return next(set_up_ranks(config, 1, report, host_kv_memory=host_kv_memory))
+    return next(set_up_ranks(config, 1, report, host_kv_memory=host_kv_memory, host_untouched=host_untouched))
 
 
 def set_up_ranks(
-    config: NodeConfig, ranks: int, report: Callable[[str], None] = log.info, *, host_kv_memory: int | None = None
+    config: NodeConfig,
+    ranks: int,
+    report: Callable[[str], None] = log.info,
+    *,
+    host_kv_memory: int | None = None,
+    host_untouched: bool = False,
 ) -> Iterator[NodeDevice]:
     """`set_up_device` for each rank of a process, as the caller asks for the next one.
 
@@ -91,7 +100,7 @@ def set_up_ranks(
                 memory_budget=memory - pools * pool_bytes,
             )
         pool = _pool(layout, num_pages, device, report)
-        host_pool = None if host_pages is None else _host_pool(layout, host_pages, device, report)
+        host_pool = None if host_pages is None else _host_pool(layout, host_pages, device, report, host_untouched)
         yield NodeDevice(model, layout, pool, TransformersRunner(weights[device], pool), max_context, host_pool)
 
 
@@ -117,14 +126,16 @@ def _host_pages(layout: PageLayout, budget: int, pools: int, taken: int) -> int:
     return budget // layout.page_bytes
 
 
-def _host_pool(layout: PageLayout, num_pages: int, device: torch.device, report: Callable[[str], None]) -> KVPool:
+def _host_pool(
+    layout: PageLayout, num_pages: int, device: torch.device, report: Callable[[str], None], untouched: bool
+) -> KVPool:
     size = megabytes(num_pages * layout.page_bytes)
     try:
-        pool = KVPool(layout, num_pages, pinned=device.type == "cuda")
+        pool = KVPool(layout, num_pages, pinned=device.type == "cuda", untouched=untouched)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError([f"host_kv_memory: a pool of {size} cannot be allocated: {reason}"]) from error
-    report(f"host tier: {num_pages} pages, {size} of host memory")
+    report(f"host pool: {num_pages} pages, {size} of host memory")
     return pool
 
 

@@ -154,15 +154,6 @@ def test_more_requests_than_fit_at_once_wait_their_turn(served: Cluster, model: 
     assert [answer.token_ids for answer in answers] == [greedy(model, p, 40) for p in prompts]
 
 
-def test_growing_past_the_reserve_retracts_and_resumes(served: Cluster, model: Path) -> None:
-    """Together these answers outgrow the decode pool: some are retracted and go through prefill again, unnoticed."""
-    prompts = [prompt(16, first) for first in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda p: served.generate(p, max_new_tokens=300), prompts))
-    assert [answer.token_ids for answer in answers] == [greedy(model, p, 300) for p in prompts]
-    assert max(answer.finished.timing.attempts for answer in answers) > 1
-
-
 # ---- what is refused ----
 
 

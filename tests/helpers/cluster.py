@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import grpc
 
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 
-__all__ = ["Answer", "Cluster", "assert_eventually", "cluster", "free_port"]
+__all__ = ["Answer", "Cluster", "Popen", "Process", "assert_eventually", "cluster", "free_port"]
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 20.0
@@ -76,10 +76,22 @@ class Answer:
         return answer
 
 
+class Popen(Protocol):
+    """What is used of a subprocess.Popen, so that processes may also be started in other ways."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass
 class Process:
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: Popen
     log: Path
 
     def tail(self, lines: int = 40) -> str:
@@ -102,16 +114,21 @@ class Cluster:
 
     def start(self, role: str, name: str, *flags: str) -> Process:
         log = self.directory / f"{name}.log"
-        file = log.open("ab")
-        self._files.append(file)
         address = (
             ["--listen", self.address] if role == "bootstrap" else ["--bootstrap", self.address, "--node-id", name]
         )
-        command = [sys.executable, "-m", "cli.main", role, *address, "--model", self.model, *flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        popen = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        popen = self.launch(name, [role, *address, "--model", self.model, *flags], log)
         self.processes[name] = process = Process(name, popen, log)
         return process
+
+    def launch(self, name: str, argv: Sequence[str], log: Path) -> Popen:
+        """Run `kvrelay argv`."""
+        file = log.open("ab")
+        self._files.append(file)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "cli.main", *argv], stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
 
     def wait_serving(self, prefill: int, decode: int, unified: int = 0) -> None:
         """Until so many nodes of each role serve. Fails at once when a process has died."""
@@ -189,6 +206,7 @@ class Cluster:
                 for node in reply.nodes
                 if node.stats.pages_free + node.stats.pages_cached != node.stats.pages_total
                 or node.stats.ungranted + node.stats.waiting + node.stats.running + node.stats.transferring
+                or node.stats.retracted
             ]
             why = f"live {reply.live_requests}, queued {reply.queued_requests}, {busy}"
             return not busy and not reply.live_requests and not reply.queued_requests

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from decode_service.config import DecodeConfig, DecodeOptions
 from decode_service.loop import DecodeEngine
+from engine.core.clock import Clock, monotonic
 from engine.core.loop import EngineLoop, Link
 from engine.core.messages import Command, LinkEvent, PeerJoined
 from engine.core.metrics import Metrics, NodeMetric
@@ -128,14 +129,21 @@ class Driven(DrivenAlone[E]):
 
 
 @contextmanager
-def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: Any) -> Iterator[Driven[DecodeEngine]]:
+def decode_engine(
+    num_pages: int,
+    *,
+    host_pages: int | None = None,
+    settle_s: float | None = None,
+    clock: Clock = monotonic,
+    **options: Any,
+) -> Iterator[Driven[DecodeEngine]]:
     """`options` are those of DecodeOptions; nothing is reserved unless they say so. Settling may take less time, as
     between two nodes of one process there are no buffers for anything to lie in.
     """
-    device = tiny_device(num_pages)
+    device = tiny_device(num_pages, host_pages)
     agent = TransferAgent(NodeIdentity.new("d"), device.memory)
     config = DecodeConfig(NodeConfig(), DecodeOptions(**({"reserved_decode_tokens": 0} | options)))
-    engine = DecodeEngine(device, config, agent, Metrics(NodeMetric))
+    engine = DecodeEngine(device, config, agent, Metrics(NodeMetric), clock)
     if settle_s is not None:
         engine._receiver._settle = settle_s
     engine._receiver.start()
@@ -150,12 +158,17 @@ def decode_engine(num_pages: int, *, settle_s: float | None = None, **options: A
 
 @contextmanager
 def prefill_engine(
-    num_pages: int, *, host_pages: int | None = None, ranks: Ranks | None = None, **options: Any
+    num_pages: int,
+    *,
+    host_pages: int | None = None,
+    ranks: Ranks | None = None,
+    kv_checksum: bool = False,
+    **options: Any,
 ) -> Iterator[Driven[PrefillEngine]]:
     """`options` are those of SchedulerConfig. ranks: which it is one of."""
     device = tiny_device(num_pages, host_pages)
     agent = TransferAgent(NodeIdentity.new("p"), device.memory)
-    config = PrefillConfig(NodeConfig(write_timeout=5.0), SchedulerConfig(**options))
+    config = PrefillConfig(NodeConfig(write_timeout=5.0), SchedulerConfig(**options), kv_checksum=kv_checksum)
     engine = PrefillEngine(device, config, agent, Metrics(NodeMetric), ranks=ranks)
     engine._sender.start()
     try:

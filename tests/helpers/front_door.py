@@ -65,7 +65,7 @@ def registration(
     protocol_version: int = 1,
     reserved: int = 8,
     max_running: int = 0,
-    max_context: int = 512,
+    max_context: int = 4096,
 ) -> Registration:
     layout = PageLayout(page_size, 2, 1, 8, dtype, fingerprint)
     identity = NodeIdentity(node_id or str(role), incarnation or "1")

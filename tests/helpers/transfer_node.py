@@ -12,21 +12,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.core.types import NodeIdentity, PoolMemory, RoomKey
+from engine.device.page_checksum import page_checksums
 from transfer.agent import TransferAgent
 from transfer.page_stream import SenderEvent
 from transfer.receiver import PageReceiver, ReceiverEvent
 from transfer.sender import PageSender
 
-__all__ = ["Events", "FilePool", "LocalNode", "NodeProcess", "eventually"]
+__all__ = ["Events", "FaultyPool", "FilePool", "LocalNode", "NodeProcess", "eventually"]
 
 DEADLINE_S = 15.0
 # A server that has loaded NIXL once makes each further process start in a tenth of the time.
@@ -66,18 +68,44 @@ class FilePool:
         num_pages, page_bytes = self.pages.shape
         return PoolMemory(self.pages.ctypes.data, page_bytes, num_pages)
 
+    def checksums(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return page_checksums(torch.from_numpy(self.pages), pages)
+
+
+class FaultyPool(FilePool):
+    """One bit of the page named `faulty` flips once, just before or just after its checksum is computed."""
+
+    faulty: int | None = None
+    before = False
+
+    def flip(self, pages: Sequence[int]) -> None:
+        if self.faulty in pages:
+            self.pages[self.faulty, self.pages.shape[1] // 2] ^= 4
+            self.faulty = None
+
+    def checksums(self, pages: Sequence[int]) -> tuple[int, ...]:
+        if self.before:
+            self.flip(pages)
+        found = super().checksums(pages)
+        self.flip(pages)
+        return found
+
 
 class LocalNode:
-    """Agent, sender and receiver over one pool. Sender and receiver run once `start` is called."""
+    """Agent, sender and receiver over one pool. Sender and receiver run once `start` is called.
 
-    def __init__(self, identity: NodeIdentity, pool: FilePool, **sender_options: Any):
+    checksum: send them; those that come are always checked.
+    """
+
+    def __init__(self, identity: NodeIdentity, pool: FilePool, *, checksum: bool = False, **sender_options: Any):
         self.identity = identity
         self.pool = pool
         self.agent = TransferAgent(identity, pool.memory)
         self.sent: Events = Events()
         self.received: Events = Events()
-        self.sender = PageSender(self.agent, self.on_sent, **sender_options)
-        self.receiver = PageReceiver(self.agent, self.on_received)
+        checksums = pool.checksums if checksum else None
+        self.sender = PageSender(self.agent, self.on_sent, checksums=checksums, **sender_options)
+        self.receiver = PageReceiver(self.agent, self.on_received, pool.checksums)
 
     def on_sent(self, event: SenderEvent) -> None:
         self.sent.append(event)
@@ -106,7 +134,7 @@ class LocalNode:
     def start_sender(self) -> None:
         self.sender.start()
 
-    def expect(self, room: RoomKey, pages: int) -> None:
+    def expect(self, room: RoomKey, pages: Sequence[int]) -> None:
         self.receiver.expect(room, pages)
 
     def forget(self, room: RoomKey) -> None:
@@ -148,9 +176,10 @@ def _serve(
     identity: NodeIdentity,
     path: Path,
     shape: tuple[int, int],
+    checksum: bool,
 ) -> None:
     os.environ.update(environment)
-    node = LocalNode(identity, FilePool(path, *shape))
+    node = LocalNode(identity, FilePool(path, *shape), checksum=checksum)
     while True:
         try:
             name, arguments = commands.recv()
@@ -172,13 +201,13 @@ class NodeProcess:
         *,
         node_id: str = "d",
         environment: dict[str, str] | None = None,
+        checksum: bool = False,
     ):
         self.identity = NodeIdentity.new(node_id)
         self.pool = FilePool(path, num_pages, page_bytes)
         self._commands, theirs = _processes.Pipe()
-        self.process = _processes.Process(
-            target=_serve, args=(theirs, environment or {}, self.identity, path, (num_pages, page_bytes)), daemon=True
-        )
+        arguments = (theirs, environment or {}, self.identity, path, (num_pages, page_bytes), checksum)
+        self.process = _processes.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self.introduction = self.ask("introduction")

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 import rpc.session
+from engine.core.access import NodeAccess
 from engine.core.errors import Overloaded, Refused, Unavailable
 from engine.core.loop import Link
 from engine.core.messages import Abort, Drain, Drained, Grant, Heartbeat, LinkLost, LinkUp, RoomFailed, StepOutput
@@ -44,7 +45,7 @@ class Node:
     def __init__(self, *addresses: str):
         self.engine = TinyEngine()
         self.drains: list[float] = []
-        self.session = Session(addresses, REGISTRATION, self.engine, self.drains.append)
+        self.session = Session(addresses, REGISTRATION, self.engine, self.drains.append, NodeAccess())
         self.running: asyncio.Task[None] = asyncio.create_task(self.session.run())
 
     def links(self) -> list[Link]:
@@ -337,7 +338,7 @@ async def test_it_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
         delays.append(delay)
         await sleep(0)
 
-    one = Session([f"127.0.0.1:{free_port()}"], REGISTRATION, TinyEngine(), lambda _: None)
+    one = Session([f"127.0.0.1:{free_port()}"], REGISTRATION, TinyEngine(), lambda _: None, NodeAccess())
     monkeypatch.setattr(asyncio, "sleep", note)
     running = asyncio.create_task(one.run())
     while len(delays) < 8:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.core.types import NodeIdentity, PoolMemory, RoomKey
-from tests.helpers.transfer_node import FilePool, LocalNode, NodeProcess, eventually
+from tests.helpers.transfer_node import Events, FaultyPool, FilePool, LocalNode, NodeProcess, eventually
 from transfer.errors import PeerRefused, UnknownPeer
-from transfer.receiver import RoomComplete, Settled, WriterGone
+from transfer.receiver import SETTLE_POLLS, PageReceiver, RoomBroken, RoomComplete, Settled, WriterGone
 from transfer.sender import Quiesced, WriteFailed, WritesDone
 
 PAGE_BYTES = 65536
@@ -44,9 +44,10 @@ def p(tmp_path: Path) -> Iterator[LocalNode]:
 def start(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
     nodes: list[NodeProcess] = []
 
-    def make(node_id: str = "d", environment: dict[str, str] | None = None) -> NodeProcess:
+    def make(node_id: str = "d", environment: dict[str, str] | None = None, checksum: bool = False) -> NodeProcess:
         path = tmp_path / f"node-{len(nodes)}"
-        nodes.append(NodeProcess(path, PAGES, PAGE_BYTES, node_id=node_id, environment=environment))
+        options = {"node_id": node_id, "environment": environment, "checksum": checksum}
+        nodes.append(NodeProcess(path, PAGES, PAGE_BYTES, **options))  # type: ignore[arg-type]
         return nodes[-1]
 
     yield make
@@ -64,7 +65,7 @@ def receiver(start: Callable[..., NodeProcess], p: LocalNode, **options: object)
 def begin(p: LocalNode, d: NodeProcess, pages: int = PAGES) -> RoomKey:
     """A room of `pages` pages, opened and expected."""
     room = RoomKey.new(0)
-    d.ask("expect", room, pages)
+    d.ask("expect", room, range(pages))
     p.sender.open(room, d.identity, range(pages), always)
     return room
 
@@ -78,7 +79,7 @@ def relay(p: LocalNode, d: NodeProcess, pages: int = 8) -> None:
     assert np.array_equal(d.pool.pages[:pages], p.pool.pages[:pages])
 
 
-def ends(p: LocalNode, room: RoomKey, kind: type) -> None:
+def ends(p: LocalNode, room: RoomKey, kind: type | tuple[type, ...]) -> None:
     eventually(lambda: bool(p.sent.of(room)) and isinstance(p.sent.of(room)[-1], kind))
 
 
@@ -155,7 +156,7 @@ def test_nothing_changes_after_quiesced(
     assert not (as_it_was[64:] == 2).any()
     p.pool.pages[:] = 3
     marker = RoomKey.new(0)  # goes the same way, so all before it has landed when it has
-    d.ask("expect", marker, 1)
+    d.ask("expect", marker, [PAGES - 1])
     p.sender.open(marker, d.identity, [PAGES - 1], always)
     p.sender.send(marker, 0, [PAGES - 1], b"")
     ends(p, marker, WritesDone)
@@ -165,12 +166,64 @@ def test_nothing_changes_after_quiesced(
     relay(p, d)
 
 
+def broken(received: Callable[[], Events], room: RoomKey, page: int, of: int) -> None:
+    """A room is found to differ in this one page, among those of one write."""
+    eventually(lambda: bool(events := received().of(room)) and isinstance(events[-1], RoomBroken))
+    reason = f"page {page} of the room is not what was sent: 1 of {of} checksums of this write differ"
+    assert received().of(room)[-1] == RoomBroken(room, reason, 1)
+
+
+@BOTH_TRANSPORTS
+@pytest.mark.parametrize("write", [0, 1, 2], ids=["first write", "between", "last write"])
+def test_a_page_that_changed_before_it_was_written_breaks_its_room(
+    tmp_path: Path, start: Callable[..., NodeProcess], environment: dict[str, str], write: int
+) -> None:
+    pool = FaultyPool(tmp_path / "p", PAGES, PAGE_BYTES)
+    pool.pages[:] = np.random.default_rng(0).integers(0, 256, pool.pages.shape, dtype=np.uint8)
+    p = LocalNode(NodeIdentity.new("p"), pool, batch_bytes=8 * PAGE_BYTES, checksum=True)
+    p.start_sender()
+    d = receiver(start, p, environment=environment)
+    relay(p, d)
+    pool.faulty = 8 * write + 3
+    room = begin(p, d, 24)
+    p.sender.send(room, 0, range(24), b"")
+    broken(d.received, room, 8 * write + 3, 8)
+    ends(p, room, WritesDone)  # its writer knows nothing of it, and has let go
+    relay(p, d, 24)
+    stats = d.ask("receiver_stats")
+    assert (stats.completed, stats.rooms, stats.corrupt_pages) == (2, 0, 1)
+    p.close()
+
+
+@BOTH_TRANSPORTS
+def test_a_page_that_changed_after_it_was_written_breaks_its_room(
+    tmp_path: Path, start: Callable[..., NodeProcess], environment: dict[str, str]
+) -> None:
+    pool = FaultyPool(tmp_path / "d", PAGES, PAGE_BYTES)
+    pool.before, pool.faulty = True, 17
+    d = LocalNode(NodeIdentity.new("d"), pool)
+    d.start_receiver()
+    writer = start("p", environment, checksum=True)
+    writer.pool.pages[:] = np.random.default_rng(0).integers(0, 256, pool.pages.shape, dtype=np.uint8)
+    writer.ask("add_peer", d.introduction())
+    writer.ask("start_sender")
+    room, again = RoomKey.new(0), RoomKey.new(1)
+    d.expect(room, range(PAGES))
+    writer.ask("send_all", room, d.identity, PAGES)
+    broken(d.received_events, room, 17, 128)
+    d.expect(again, range(PAGES))
+    writer.ask("send_all", again, d.identity, PAGES)
+    eventually(lambda: isinstance((d.received.of(again) or [None])[-1], RoomComplete))
+    assert np.array_equal(pool.pages, writer.pool.pages)
+    d.close()
+
+
 def test_a_broken_connection_to_a_living_peer_heals(p: LocalNode, start: Callable[..., NodeProcess]) -> None:
     d = receiver(start, p)
     relay(p, d)
     assert d.ask("break_connections") > 0
     room = begin_unexpected(p, d)
-    ends(p, room, Quiesced)
+    ends(p, room, (WritesDone, Quiesced))  # the sender may have noticed by itself, or notices with this write
     relay(p, d)
     assert p.agent.stats().reconnects >= 1
 
@@ -187,7 +240,7 @@ def test_a_dead_writers_bytes_have_landed_once_settled(
     writer.ask("add_peer", d.introduction())
     writer.ask("start_sender")
     first, room = RoomKey.new(0), RoomKey.new(0)
-    d.receiver.expect(first, 1)
+    d.receiver.expect(first, [0])
     writer.ask("send_all", first, d.identity, 1)
     eventually(lambda: bool(d.agent.take_notices()))
     writer.ask("send_all", room, d.identity, PAGES)
@@ -204,6 +257,21 @@ def test_a_dead_writers_bytes_have_landed_once_settled(
     eventually(lambda: Settled("again") in d.received)
     assert np.array_equal(d.pool.pages, once_settled)
     assert d.agent.stats().peers == 0
+    d.close()
+
+
+@BOTH_TRANSPORTS
+def test_a_writer_that_ended_before_it_was_known_is_gone(
+    tmp_path: Path, start: Callable[..., NodeProcess], environment: dict[str, str]
+) -> None:
+    """Its death and the news of its birth cross: it cannot be reached, and is waited for all the same."""
+    d = LocalNode(NodeIdentity.new("d"), FilePool(tmp_path / "d", PAGES, PAGE_BYTES))
+    writer = start("p", environment)
+    writer.kill()
+    d.add_peer(writer.introduction)
+    d.receiver.start()
+    d.receiver.await_gone(writer.identity)
+    eventually(lambda: WriterGone(writer.identity) in d.received)
     d.close()
 
 
@@ -237,6 +305,28 @@ def test_only_a_writers_end_proves_it_gone(
     for times in (1, 2):  # told again to who asks again
         d.receiver.await_gone(successor.identity)
         eventually(lambda times=times: d.received.count(WriterGone(successor.identity)) == times)  # type: ignore[misc]
+    d.close()
+
+
+def test_time_in_which_nothing_was_polled_settles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread was busy, or the process stopped, for longer than settling takes: what came meanwhile is not here."""
+    now, polls, at_the_event = 0.0, 0, []
+    d = LocalNode(NodeIdentity.new("d"), FilePool(tmp_path / "d", PAGES, PAGE_BYTES))
+    receiver = PageReceiver(d.agent, lambda event: at_the_event.append(polls), d.pool.checksums, clock=lambda: now)
+    take_notices = d.agent.take_notices
+
+    def counted() -> list[bytes]:
+        nonlocal polls
+        polls += 1
+        return take_notices()
+
+    monkeypatch.setattr(d.agent, "take_notices", counted)
+    receiver.settle("ticket")
+    now = 1000.0
+    receiver.start()
+    eventually(lambda: bool(at_the_event))
+    assert at_the_event[0] >= SETTLE_POLLS > 1
+    receiver.close()
     d.close()
 
 
@@ -299,7 +389,7 @@ def test_a_node_ends_with_writes_in_progress(tmp_path: Path, start: Callable[...
     p.ask("add_peer", d.introduction)
     p.ask("start_sender")
     first, room = RoomKey.new(0), RoomKey.new(0)
-    d.ask("expect", first, 1)
+    d.ask("expect", first, [0])
     p.ask("send_all", first, d.identity, 1)
     eventually(lambda: bool(d.received().find(RoomComplete)))
     with d.stopped():

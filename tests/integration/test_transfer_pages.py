@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.core.types import NodeIdentity, RoomKey
 from tests.helpers.transfer_node import FilePool, LocalNode, NodeProcess, eventually
+from transfer.notice import MAX_CHECKSUMS
 from transfer.receiver import RoomBroken, RoomComplete, RoomProgress
-from transfer.sender import Quiesced, Sent, WriteFailed, WritesDone
+from transfer.sender import BATCH_BYTES, Quiesced, Sent, WriteFailed, WritesDone
 
 PAGES = 96
 TCP = {"UCX_TLS": "tcp"}  # what is left between containers
@@ -25,7 +27,7 @@ def always() -> bool:
 def sender_node(tmp_path: Path) -> Iterator[Callable[..., LocalNode]]:
     nodes: list[LocalNode] = []
 
-    def make(page_bytes: int, num_pages: int = PAGES, **options: object) -> LocalNode:
+    def make(page_bytes: int, num_pages: int = PAGES, **options: Any) -> LocalNode:
         pool = FilePool(tmp_path / f"sender-{len(nodes)}", num_pages, page_bytes)
         nodes.append(LocalNode(NodeIdentity.new("p"), pool, **options))
         fill(pool, seed=len(nodes))
@@ -80,7 +82,7 @@ def test_every_page_lands_in_its_place(
         remote, untouched = untouched[:count], untouched[count:]
         local = rng.permutation(PAGES)[:count].tolist()
         expected[remote] = p.pool.pages[local]
-        d.ask("expect", room, count)
+        d.ask("expect", room, remote)
         p.sender.open(room, d.identity, remote, always)
         for first in range(0, count, 16):
             last = bytes([epoch]) * 1000 if first + 16 >= count else None
@@ -98,6 +100,33 @@ def test_every_page_lands_in_its_place(
     p.sender.check_integrity()
 
 
+@pytest.mark.parametrize("environment", [{}, TCP], ids=["default", "tcp"])
+@pytest.mark.parametrize(("page_bytes", "count"), [(36, 10_000), (1 << 18, PAGES)], ids=["small pages", "large pages"])
+def test_with_checksums_every_page_is_checked(
+    sender_node: Callable[..., LocalNode],
+    receiver_node: Callable[..., NodeProcess],
+    page_bytes: int,
+    count: int,
+    environment: dict[str, str],
+) -> None:
+    """Small pages: as many as one notice can carry checksums of, and some more, go out with the prompt's first send."""
+    p = sender_node(page_bytes, count, checksum=True)
+    d = receiver_node(page_bytes, count, environment=environment)
+    p.agent.add_peer(*d.introduction)
+    remote, room = np.random.default_rng(1).permutation(count).tolist(), RoomKey.new(0)
+    d.ask("expect", room, remote)
+    p.sender.open(room, d.identity, remote, always)
+    for first, after in ((0, count - 5), (count - 5, count)):
+        p.sender.send(room, first, range(first, after))
+    p.sender.send(room, 0, [], b"token")
+    complete = completed(d, room)
+    assert (complete.pages, complete.last) == (count, b"token")
+    assert np.array_equal(d.pool.pages[remote], p.pool.pages)
+    assert d.ask("receiver_stats").corrupt_pages == 0
+    eventually(lambda: isinstance(p.sent.of(room)[-1], WritesDone))
+    assert max(event.pages for event in p.sent.find(Sent)) == min(MAX_CHECKSUMS, BATCH_BYTES // page_bytes)
+
+
 def test_many_rooms_to_two_peers(
     sender_node: Callable[..., LocalNode], receiver_node: Callable[..., NodeProcess]
 ) -> None:
@@ -113,8 +142,9 @@ def test_many_rooms_to_two_peers(
     shares[0][15] = 0
     local = {room: rng.permutation(PAGES)[: shares[peers.index(d)][i]].tolist() for room, (d, i) in rooms.items()}
     for room, (d, i) in rooms.items():
-        d.ask("expect", room, len(local[room]))
-        p.sender.open(room, d.identity, range(6 * i, 6 * i + len(local[room])), always)
+        remote = range(6 * i, 6 * i + len(local[room]))
+        d.ask("expect", room, remote)
+        p.sender.open(room, d.identity, remote, always)
     for step in range(4):
         for i, (room, pages) in enumerate(local.items()):
             part = pages[2 * step : 2 * step + 2]
@@ -139,10 +169,10 @@ def test_notices_nobody_waits_for_are_dropped_and_counted(
     p, d = sender_node(4096), receiver_node(4096)
     p.agent.add_peer(*d.introduction)
     unknown, forgotten, short, good = (RoomKey.new(0) for _ in range(4))
-    d.ask("expect", forgotten, 4)
+    d.ask("expect", forgotten, range(4))
     d.ask("forget", forgotten)
-    d.ask("expect", short, 3)
-    d.ask("expect", good, 2)
+    d.ask("expect", short, range(3))
+    d.ask("expect", good, range(2))
     for room, count in ((unknown, 4), (forgotten, 4), (short, 4), (good, 2)):
         p.sender.open(room, d.identity, range(count), always)
         p.sender.send(room, 0, range(count), b"")
@@ -163,9 +193,9 @@ def test_bytes_in_progress_are_bounded(
     d = receiver_node(page_bytes, environment=environment)
     p.agent.add_peer(*d.introduction)
     first, room = RoomKey.new(0), RoomKey.new(0)
-    for key, count in ((first, 1), (room, PAGES - 1)):
-        d.ask("expect", key, count)
-        p.sender.open(key, d.identity, range(1 if key is room else 0, 1 + count), always)
+    for key, pages in ((first, range(1)), (room, range(1, PAGES))):
+        d.ask("expect", key, pages)
+        p.sender.open(key, d.identity, pages, always)
     p.sender.send(first, 0, [0], b"")
     completed(d, first)
     with d.stopped():  # no write can end

@@ -1,17 +1,21 @@
-"""The front door under any sequence of events: no request is lost, none repeats a token, no page stays fenced."""
+"""The front door under any sequence of events: no request is lost, none repeats a token, no page stays fenced.
+
+And two nodes that are set aside are given nothing together while there is another way.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bootstrap.config import BootstrapConfig
+from bootstrap.pairs import FAILURES
 from bootstrap.registry import Node
-from bootstrap.requests import LiveRequest
+from bootstrap.requests import Attempt, LiveRequest
 from engine.core.errors import InvalidField, Unavailable
 from engine.core.messages import (
     Abort,
@@ -77,6 +81,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
     def begin(self, roles: tuple[Role, ...], requests: int, data: st.DataObject) -> None:
         """Something to break."""
         self.roles = roles
+        self._watch_reservations()
         for role in roles:
             for number in (1, 2):
                 self.join(role, number, 100)
@@ -124,12 +129,14 @@ class FrontDoorMachine(RuleBasedStateMachine):
     def come_back(self, data: st.DataObject) -> None:
         self._attach(data.draw(st.sampled_from([player for player in self.players.values() if player.node is None])))
 
-    @rule(priority=st.none() | st.integers(-1, 1))
-    def submit(self, priority: int | None) -> None:
+    @rule(priority=st.none() | st.integers(-1, 1), resumed=st.sampled_from([0, 0, 0, 2, LENGTH - 1]))
+    def submit(self, priority: int | None, resumed: int = 0) -> None:
+        """resumed: tokens of its answer that another front door has delivered."""
         self.counter += 1
+        asked = ask(f"r{self.counter}", max_new_tokens=LENGTH, priority=priority)
         with contextlib.suppress(Unavailable, InvalidField):
-            request = self.house.submit(ask(f"r{self.counter}", max_new_tokens=LENGTH, priority=priority))
-            self.requests[request] = []
+            request = self.house.submit(replace(asked, resumed=tuple(range(1000, 1000 + resumed))))
+            self.requests[request] = list(range(resumed))
 
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
@@ -189,6 +196,15 @@ class FrontDoorMachine(RuleBasedStateMachine):
             self.house.report(_node(player), RoomFailed(key, "transferring", reason))
 
     @rule(data=st.data())
+    def transfers_fail(self, data: st.DataObject) -> None:
+        """Of requests that are not looked at here, until two nodes are set aside with each other."""
+        writers, readers = self._of(Role.PREFILL), self._of(Role.DECODE)
+        if writers and readers:
+            writer, reader = data.draw(st.sampled_from(writers)), data.draw(st.sampled_from(readers))
+            for _ in range(FAILURES):
+                self.house.front.attempts.pairs.failed(writer.identity, reader.identity)
+
+    @rule(data=st.data())
     def quiesced(self, data: st.DataObject) -> None:
         """A writer has nothing in progress any more, whether or not it can say so."""
         choices = [(p, key) for p in self.players.values() for key in p.writing]
@@ -244,6 +260,19 @@ class FrontDoorMachine(RuleBasedStateMachine):
             front.leave(_node(player), "gone")
         assert not front.requests
         self.house.check()
+
+    def _watch_reservations(self) -> None:
+        """A pair set aside is used only when no other could be."""
+        attempts = self.house.front.attempts
+        real = attempts._reserve
+
+        def reserve(attempt: Attempt, writer: Node, node: Node) -> None:
+            if attempts.pairs.set_aside(writer.identity, node.identity):
+                writers, readers = (attempts._fitting(attempt, role) for role in Role.PREFILL.pools)
+                assert all(attempts.pairs.set_aside(w.identity, r.identity) for w in writers for r in readers)
+            real(attempt, writer, node)
+
+        attempts._reserve = reserve  # type: ignore[method-assign]
 
     # ---- the nodes' part ----
 

@@ -220,7 +220,13 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     chance = random.Random(request.param)
     with (
         prefill_engine(PREFILL_PAGES, chunk_size=8, max_prefill_tokens=16) as p,
-        decode_engine(DECODE_PAGES, settle_s=0.01, max_running=4, reserved_decode_tokens=chance.choice((0, 2))) as d,
+        decode_engine(
+            DECODE_PAGES,
+            host_pages=chance.choice((None, 8, 64)),
+            settle_s=0.01,
+            max_running=4,
+            reserved_decode_tokens=chance.choice((0, 2)),
+        ) as d,
     ):
         yield Cluster(p, d, chance)
 
@@ -232,6 +238,7 @@ def test_pages_come_back_however_rooms_end(cluster: Cluster, answers: dict[tuple
     cluster.settle()
     p, d = cluster.p.node, cluster.d.node
     assert d.stats.pages_free == DECODE_PAGES
+    assert d.stats.host_pages_free == d.stats.host_pages_total
     assert p.stats.pages_free + p.stats.pages_cached == PREFILL_PAGES
     for one in cluster.answered:
         said = [one.tokens[index].token_id for index in range(NEW_TOKENS)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from bootstrap.answer import Answer, AnswerOptions
 from bootstrap.detokenize import IncrementalDetokenizer
 from bootstrap.stop_strings import StopStrings
 from bootstrap.text import TextModel
+from engine.core.errors import InvalidField
+from engine.core.sampling import FinishReason, StoppingParams, finish_reason
 from engine.core.types import RoomKey, TokenOutput
 from tests.helpers.tiny_tokenizer import byte_id, byte_level_tokenizer, fallback_tokenizer
 
@@ -129,3 +132,70 @@ def test_stop_strings_are_searched_for_behind_min_new_tokens(
     shown = "".join(answer.extend([TokenOutput(RoomKey(1, 0), i, id, 0.0)]).text for i, id in enumerate(ids))
     searched, matched = naive(text[len(spared) :], stops)
     assert (shown + answer.finish(), answer.matched_stop) == (text[: len(spared)] + searched, matched)
+
+
+# ---- an answer that is taken up ----
+
+EOS = 260  # of both tokenizers some token or other
+
+
+def made(ids: Sequence[int], stopping: StoppingParams) -> list[TokenOutput]:
+    """The tokens that nodes would make, to the end of the answer at most."""
+    tokens = []
+    for index, token_id in enumerate(ids):
+        finish = finish_reason(stopping, index, token_id)
+        matched = token_id if finish is FinishReason.STOP else None
+        tokens.append(TokenOutput(RoomKey(1, 0), index, token_id, 0.0, finish, matched))
+        if finish is not None:
+            break
+    return tokens
+
+
+IDS = st.lists(st.sampled_from([*range(3, 12), 198, 0xC3 + 3, 0xA9 + 3, 0xF0 + 3, *range(256, 264)]), max_size=30)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    model=st.sampled_from([BYTES, FALLBACK]),
+    ids=IDS | TEXT.map(BYTES.encode),
+    stops=st.lists(st.text(alphabet=st.sampled_from("ab é漢"), min_size=1, max_size=3), max_size=3),
+    least=st.integers(0, 6),
+    most=st.integers(6, 30),
+    prompt=st.lists(st.integers(3, 263), max_size=2),
+    skip=st.booleans(),
+)
+def test_an_answer_taken_up_at_any_token_goes_on_as_it_would_have(
+    model: TextModel,
+    ids: Sequence[int],
+    stops: list[str],
+    least: int,
+    most: int,
+    prompt: list[int],
+    skip: bool,
+) -> None:
+    stopping = StoppingParams(max_new_tokens=most, min_new_tokens=least, eos_token_ids=(EOS,))
+    options = AnswerOptions(stop=tuple(stops), min_new_tokens=least, skip_special_tokens=skip)
+    tokens = made(ids, stopping)
+    unbroken = Answer(model, options, prompt)
+    shown = [unbroken.extend([token]).text for token in tokens]  # what a client has of each token
+    held = unbroken.finish()
+    for cut in range(unbroken.tokens + 1):
+        taken_up = Answer(model, options, prompt)
+        finish = taken_up.resume([token.token_id for token in tokens[:cut]], stopping)
+        rest = "" if finish else "".join(taken_up.extend([token]).text for token in tokens[cut:])
+        assert "".join(shown[:cut]) + rest + taken_up.finish() == "".join(shown) + held
+        assert (taken_up.tokens, taken_up.matched_stop) == (unbroken.tokens, unbroken.matched_stop)
+        ends = unbroken.matched_stop is not None or bool(tokens and tokens[-1].finish)
+        assert (finish is not None) == (ends and cut == unbroken.tokens and cut > 0)
+        if finish and not unbroken.matched_stop:
+            assert (finish, taken_up.last.matched_token) == (tokens[-1].finish, tokens[-1].matched_token)  # type: ignore[union-attr]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2))
+def test_nothing_is_taken_up_behind_the_end_of_an_answer(beyond: int, before: int) -> None:
+    for last, stops in ((EOS, ()), (BYTES.encode("b")[0], ("b",))):
+        answer = Answer(BYTES, AnswerOptions(stop=stops))
+        ids = [*BYTES.encode("c") * before, last, *BYTES.encode("c") * beyond]
+        with pytest.raises(InvalidField, match="resumed_token_ids"):
+            answer.resume(ids, StoppingParams(max_new_tokens=10, eos_token_ids=(EOS,)))

@@ -73,6 +73,25 @@ def test_the_retracted_come_back_in_order() -> None:
     assert admit(state([], retracted=retracted)).still_retracted == ("x", "y"), "y does not overtake x"
 
 
+def test_alone_a_retracted_one_needs_no_reserve() -> None:
+    near_the_end, other = Holder("x", 1000, 50, 10), Holder("y", 16, 50)
+    assert admit(state([], retracted=[near_the_end, other])).resumed == ("x",)
+    assert admit(state([], retracted=[near_the_end], transfer=[other])).resumed == ()
+
+
+HOLDERS = st.lists(st.builds(Holder, st.just("h"), st.integers(1, 300), st.integers(1, 300), st.integers(0, 200)))
+
+
+@given(HOLDERS, HOLDERS, HOLDERS, st.sampled_from([0, 1, 32, 100]))
+def test_no_room_is_offered_while_any_stays_retracted(
+    running: list[Holder[str]], transfer: list[Holder[str]], retracted: list[Holder[str]], reserved: int
+) -> None:
+    base = state([], running=running, transfer=transfer, retracted=retracted, reserved=reserved, rows=100)
+    decision = admit(base)
+    assert decision.budget <= 0 or not decision.still_retracted
+    assert len(decision.resumed) + len(decision.still_retracted) == len(retracted)
+
+
 @pytest.mark.parametrize("changes", [{"rows": 1}, {"metadata_slots": 1}])
 def test_rows_and_metadata_slots_bound_admission(changes: dict[str, int]) -> None:
     decision = admit(state([Candidate("a", 16, 16), Candidate("b", 16, 16)], **changes))

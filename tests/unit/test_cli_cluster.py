@@ -20,6 +20,7 @@ from cli.cluster import Interrupts, Plan, claim_address, plan_cluster
 from cli.main import main
 from cli.services import load_service
 from decode_service.config import DecodeConfig
+from engine.core.access import new_key
 from engine.core.errors import ConfigError
 from engine.core.types import Role
 from prefill_service.config import PrefillConfig
@@ -371,6 +372,39 @@ def test_unified_nodes_stand_alone(capsys: pytest.CaptureFixture[str], other: li
     assert said.startswith("kvrelay: --unified goes with neither --prefill nor --decode: ")
 
 
+def test_plan_keeps_secrets_out_of_commands_and_takes_an_admin_key(tmp_path: Path) -> None:
+    (user, users), (admin, admins) = new_key("user", admin=False), new_key("admin", admin=True)
+    keys, own = tmp_path / "keys", tmp_path / "own"
+    keys.write_text(f"{users.line}\n{admins.line}\n")
+    own.write_text(admin)
+    env = {"KVRELAY_JOIN_TOKEN": "sesame", "KVRELAY_API_KEYS": keys.read_text(), "KVRELAY_API_KEY": admin}
+    plan = planned(env)
+    assert plan.access.api_key == admin
+    assert plan.env.items() >= env.items()
+    words = " ".join(word for command in plan.commands.values() for word in command)
+    assert not any(secret in words for secret in ("sesame", admin, admins.line))
+    plan = planned({}, api_keys_file=str(keys), api_key_file=str(own), join_token_file=str(own))
+    assert plan.access.api_key == admin
+    assert f"--api-keys-file={keys}" in plan.commands["bootstrap"]
+    assert all(f"--join-token-file={own}" in command for command in plan.commands.values())
+    assert not any("--api-key-file" in word for command in plan.commands.values() for word in command)
+    for key in ({}, {"KVRELAY_API_KEY": user}, {"KVRELAY_API_KEY": "other"}):
+        with pytest.raises(ConfigError, match="admin key of the API keys"):
+            planned({"KVRELAY_API_KEYS": keys.read_text(), **key})
+
+
+def test_a_cluster_for_others_is_reached_on_loopback() -> None:
+    nodes = {Role.UNIFIED: 1}
+    with pytest.raises(ConfigError, match="join token"):
+        plan_cluster(nodes, "0.0.0.0:7070", {}, {})
+    for listen, dialled in (("0.0.0.0:7070", "127.0.0.1:7070"), ("[::]:7070", "[::1]:7070")):
+        plan = plan_cluster(nodes, listen, {"insecure_listen": True}, {})
+        assert plan.address == dialled
+        assert {"--listen", listen, "--insecure-listen"} <= set(plan.commands["bootstrap"])
+        assert dialled in plan.commands["unified-0"]
+        assert "--insecure-listen" not in plan.commands["unified-0"]
+
+
 def test_threads_are_the_cores_shared_out() -> None:
     cores = len(os.sched_getaffinity(0))
     assert planned({}).env["OMP_NUM_THREADS"] == str(max(1, cores // 3))
@@ -389,7 +423,7 @@ def test_ranks_share_the_cores_and_are_all_waited_for() -> None:
 
 
 def test_one_file_serves_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "0.0.0.0:1"\n')
+    (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "127.0.0.1:1"\n')
     monkeypatch.chdir(tmp_path)
     plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, "127.0.0.1:7070", {}, {}, Path("cluster.toml"))
     for command in plan.commands.values():

@@ -155,6 +155,77 @@ def test_flags_come_from_the_declaration(capsys: pytest.CaptureFixture[str]) -> 
     assert "--bootstrap HOST:PORT,..." in shown
 
 
+# ---- secrets ----
+
+
+@dataclass(frozen=True, slots=True)
+class AccessConfig:
+    """Access."""
+
+    token: str | None = option(None, "what one must know", secret=True)
+    token_file: Path | None = option(None, "file that holds it")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedConfig:
+    port: int = option(1, "where")
+    access: AccessConfig = field(default_factory=AccessConfig)
+
+
+def guarded(env: dict[str, str] | None = None, file: Path | None = None, **flags: str) -> AccessConfig:
+    return load(GuardedConfig, file=file, env=env or {}, flags=flags).access
+
+
+def test_a_secret_comes_from_the_environment_a_toml_file_or_a_file_of_its_own(tmp_path: Path) -> None:
+    assert guarded().token is None
+    assert guarded({"KVRELAY_TOKEN": "sesame"}).token == "sesame"
+    toml, own = tmp_path / "node.toml", tmp_path / "token"
+    toml.write_text('token = "sesame"\n')
+    assert guarded(file=toml).token == "sesame"
+    own.write_text("\n open sesame\r\n")
+    assert guarded(token_file=str(own)).token == "open sesame"
+    assert guarded({"KVRELAY_TOKEN_FILE": str(own)}).token == "open sesame"
+    toml.write_text(f'token_file = "{own}"\n')
+    assert guarded(file=toml).token == "open sesame"
+    assert guarded(file=toml, token_file="none").token is None
+
+
+def test_a_secret_has_no_flag() -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_arguments(parser, GuardedConfig)
+    assert "--token " not in parser.format_help()
+    assert vars(parser.parse_args(["--token-file", "x"])) == {"token_file": "x"}
+    _, unknown = parser.parse_known_args(["--token", "sesame"])
+    assert unknown == ["--token", "sesame"]
+    assert guarded(token="sesame").token is None
+    assert "--token`" not in describe(GuardedConfig)
+    assert "| `KVRELAY_TOKEN` | none | text | what one must know |" in describe(GuardedConfig)
+
+
+def test_a_secret_is_in_no_text(tmp_path: Path) -> None:
+    toml, own = tmp_path / "node.toml", tmp_path / "token"
+    toml.write_text("token = 77777777\n")
+    own.write_bytes(b"sesame \xff")
+    for env, file in (({}, toml), ({"KVRELAY_TOKEN_FILE": str(own)}, None)):
+        with pytest.raises(ConfigError, match="not text") as caught:
+            guarded(env, file)
+        assert "77777777" not in str(caught.value)
+        assert "sesame" not in str(caught.value)
+    assert "sesame" not in repr(guarded({"KVRELAY_TOKEN": "sesame"}))
+
+
+def test_a_secret_given_twice_or_in_a_file_that_is_not_there(tmp_path: Path) -> None:
+    own = tmp_path / "token"
+    with pytest.raises(ConfigError, match=r"token: No such file or directory$"):
+        guarded(token_file=str(own))
+    own.write_text("sesame")
+    with pytest.raises(ConfigError, match=r"^KVRELAY_TOKEN and --token-file: only one of the two can be meant$"):
+        guarded({"KVRELAY_TOKEN": "sesame"}, token_file=str(own))
+
+
+# ---- docs ----
+
+
 def test_docs_table_names_every_option() -> None:
     table = describe(Config)
     assert all(f"`--{name.replace('_', '-')}`" in table for name in option_names(Config))

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from decode_service.loop import DecodeEngine
-from engine.core.handoff_note import HandoffNote
 from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
@@ -29,16 +27,15 @@ from engine.core.messages import (
 )
 from engine.core.metrics import NodeMetric
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
-from engine.core.types import NodeIdentity, PeerInfo, Reservation, Role, RoomKey
+from engine.core.types import NodeIdentity, PeerInfo, Role, RoomKey
 from engine.device.batch import ForwardBatch
-from tests.helpers.engines import PAGE, Driven, decode_engine
+from tests.helpers.decode_rooms import Decode, arriving, failed, grant_of, key_of, note, pages, reserve, running, write
+from tests.helpers.engines import PAGE, decode_engine
 from tests.helpers.tiny_engine import RecordingLink
-from tests.helpers.transfer_node import FilePool, LocalNode, NodeProcess
+from tests.helpers.transfer_node import FaultyPool, FilePool, LocalNode, NodeProcess
 from transfer.receiver import RoomComplete, WriterGone
 
 PAGES = 16
-GREEDY = SamplingParams(temperature=0)
-Decode = Driven[DecodeEngine]
 
 
 @pytest.fixture
@@ -62,66 +59,6 @@ def link(d: Decode) -> RecordingLink:
     one = RecordingLink()
     d.tell(one, LinkUp())
     return one
-
-
-def reserve(
-    writer: LocalNode | NodeProcess | NodeIdentity,
-    prompt: int = 6,
-    max_new: int = 8,
-    *,
-    first_index: int = 0,
-    stopping: StoppingParams | None = None,
-    sampling: SamplingParams = GREEDY,
-    priority: int | None = None,
-) -> Reserve:
-    key = RoomKey.new(0)
-    identity = writer if isinstance(writer, NodeIdentity) else writer.identity
-    stopping = stopping or StoppingParams(first_index + max_new, ignore_eos=True)
-    history = tuple(range(3, 3 + prompt)) if sampling.needs_history else ()
-    reservation = Reservation(f"r{key}", key, prompt, first_index, sampling, stopping, identity, priority, history)
-    return Reserve(reservation)
-
-
-def key_of(reserved: Reserve) -> RoomKey:
-    return reserved.reservation.key
-
-
-def grant_of(d: Decode, link: RecordingLink, key: RoomKey) -> Grant:
-    def find() -> list[Grant]:
-        return [grant for grant in link.of(Grant) if grant.key == key]
-
-    d.until(lambda: bool(find()), f"grant of {key}")
-    (grant,) = find()
-    return grant
-
-
-def write(writer: LocalNode, d: Decode, grant: Grant, note: HandoffNote | bytes) -> None:
-    """All pages of a room, and with them the note."""
-    writer.sender.open(grant.key, d.agent.identity, grant.pages, lambda: True)
-    last = note if isinstance(note, bytes) else note.encode()
-    writer.sender.send(grant.key, 0, range(len(grant.pages)), last=last)
-
-
-def note(index: int = 0, token_id: int = 5) -> HandoffNote:
-    return HandoffNote(token_id, index, -0.5, 0, 1)
-
-
-def arriving(d: Decode, link: RecordingLink, writer: LocalNode | NodeProcess, *, prompt: int, max_new: int) -> RoomKey:
-    """A room that was granted and whose pages are not here yet."""
-    asked = reserve(writer, prompt, max_new)
-    d.tell(link, asked)
-    grant_of(d, link, key_of(asked))
-    return key_of(asked)
-
-
-def running(d: Decode, link: RecordingLink, writer: LocalNode, *asked: Reserve) -> list[RoomKey]:
-    """Rooms whose pages have all arrived, and for which no pass was run yet."""
-    d.tell(link, *asked)
-    for one in asked:
-        write(writer, d, grant_of(d, link, key_of(one)), note(one.reservation.first_index))
-    before = d.stats.running
-    d.until(lambda: d.stats.running == before + len(asked), "they arrive", passes=False)
-    return [key_of(one) for one in asked]
 
 
 def told(d: Decode, link: RecordingLink, asked: Reserve) -> RoomRecord:
@@ -151,20 +88,9 @@ def test_of_a_request_that_ended_early_it_says_why(d: Decode, link: RecordingLin
     assert told(d, link, asked).outcome == "aborted: the client has gone"
 
 
-def failed(link: RecordingLink) -> list[tuple[RoomKey, str, bool]]:
-    return [(report.key, report.phase, report.retriable) for report in link.of(RoomFailed)]
-
-
 def late(d: Decode) -> float:
     labels = {"kind": "room_complete"}
     return d.engine.metrics.registry.get_sample_value(NodeMetric.LATE.metric, labels) or 0.0
-
-
-def pages(d: Decode) -> tuple[int, int, int]:
-    """Free, held, fenced."""
-    stats = d.stats
-    assert stats.pages_free + stats.pages_held + stats.pages_fenced == stats.pages_total
-    return stats.pages_free, stats.pages_held, stats.pages_fenced
 
 
 # ---- the usual way ----
@@ -192,6 +118,28 @@ def test_a_room_is_granted_filled_and_decoded(d: Decode, link: RecordingLink, wr
     assert failed(link) == []
     assert d.stats.output_tokens_total == 7
     assert d.stats.relayed_bytes_total == 2 * d.device.pool.page_bytes
+
+
+def test_a_page_that_is_not_what_was_sent_fails_the_attempt(d: Decode, link: RecordingLink, tmp_path: Path) -> None:
+    pool = FaultyPool(tmp_path / "pool", PAGES, d.device.pool.page_bytes)
+    writer = LocalNode(NodeIdentity.new("p"), pool, checksum=True)
+    writer.agent.add_peer(d.agent.identity, d.agent.metadata, d.agent.memory)
+    writer.start_sender()
+    asked, again = reserve(writer, prompt=10), reserve(writer, prompt=10)
+    d.tell(link, asked)
+    pool.faulty = 1
+    write(writer, d, grant_of(d, link, key_of(asked)), note())
+    d.until(lambda: bool(failed(link)), "the attempt fails")
+    assert failed(link) == [(key_of(asked), "transferring", True)]
+    assert link.of(RoomFailed)[0].reason.startswith("page 1 of the room is not what was sent")
+    assert pages(d) == (PAGES - 3, 0, 3)
+    assert d.engine.metrics.registry.get_sample_value(NodeMetric.CORRUPT_PAGES.metric) == 1
+    d.tell(link, WriterQuiesced(key_of(asked)), again)
+    write(writer, d, grant_of(d, link, key_of(again)), note())
+    d.until(lambda: d.stats.idle and pages(d) == (PAGES, 0, 0), "the next one is decoded")
+    assert not link.tokens(key_of(asked))
+    assert len(link.tokens(key_of(again))) == 7
+    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -250,6 +198,19 @@ def test_each_link_hears_of_its_own_rooms(d: Decode, link: RecordingLink, writer
     assert [grant.key for grant in other.of(Grant)] == [there]
     freed = [heartbeat.stats.pages_free for heartbeat in other.of(Heartbeat)]
     assert freed[-1] == PAGES, "room that came back is told at once, to all"
+
+
+def test_a_room_begins_once(d: Decode, link: RecordingLink, writer: LocalNode) -> None:
+    """A reservation that comes again, while the room lives or later, or only after its end, changes nothing."""
+    asked, aborted = reserve(writer, max_new=4), reserve(writer)
+    d.tell(link, asked, Abort(key_of(aborted), "over"), aborted)
+    write(writer, d, grant_of(d, link, key_of(asked)), note())
+    d.tell(link, asked)
+    d.until(lambda: len(link.tokens(key_of(asked))) == 3, "it is decoded")
+    d.tell(link, asked)
+    d.turn()
+    assert d.stats.idle
+    assert len(link.of(Grant)) == 1
 
 
 def test_more_than_fits_waits_in_order(d: Decode, link: RecordingLink, writer: LocalNode) -> None:

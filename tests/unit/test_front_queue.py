@@ -121,6 +121,16 @@ def test_what_no_serving_node_could_take_is_passed_over(house: House, prefill: N
     assert _asked(house, large, small) == {"small": "small"}
 
 
+def test_nor_does_anything_go_to_a_node_whose_context_is_too_small(house: House, prefill: Node) -> None:
+    odd = [house.join(role, f"odd-{role}", max_context=8) for role in (Role.PREFILL, Role.DECODE)]
+    decode = house.join(Role.DECODE)
+    for number in range(3):
+        house.submit(ask(f"r{number}"))
+    assert _asked(house, decode) == {f"r{number}": "decode" for number in range(3)}
+    assert not house.submitted(odd[0])
+    assert not house.reserved(odd[1])
+
+
 def test_a_head_that_waits_for_one_node_does_not_hold_up_the_others(house: House, prefill: Node) -> None:
     large = house.join(Role.DECODE, "large", num_pages=1000, stats=FULL)
     small = house.join(Role.DECODE, "small")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bootstrap.config import BootstrapConfig
@@ -280,6 +282,16 @@ def test_abort_by_id(house: House, prefill: Node, decode: Node) -> None:
     assert [a.key for a in house.links[decode].of(Abort)] == [key]
     with pytest.raises(NotFound):
         house.front.abort("r1")
+
+
+def test_only_who_asked_may_abort(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(replace(ask(), client="ann"))
+    for other in ("bob", ""):
+        with pytest.raises(NotFound):
+            house.front.abort("r1", other)
+    assert not request.ended
+    house.front.abort("r1", "ann")
+    assert request.finish is FinishReason.ABORT
 
 
 def test_the_clients_deadline_ends_it_everywhere(house: House, prefill: Node, decode: Node) -> None:

@@ -238,8 +238,8 @@ class Pair:
     def ask(self, rank: Driven[PrefillEngine], tokens: range, first_page: int) -> Submit:
         asked = Submit(task(list(tokens), page_size=PAGE))
         count = -(-len(tokens) // PAGE)
-        self.d.receiver.expect(asked.task.key, count)
         pages = tuple(range(first_page, first_page + count))
+        self.d.receiver.expect(asked.task.key, pages)
         rank.tell(self.link, asked, Granted(asked.task.key, self.d.identity, pages))
         return asked
 

@@ -138,9 +138,10 @@ def test_a_missing_role_is_named_after_the_grace(registry: Registry, clock: Manu
     assert registry.missing(1.0) == [Role.DECODE]
 
 
-def test_the_context_is_what_every_node_can_take(registry: Registry) -> None:
+def test_the_context_is_what_some_node_of_each_role_can_take(registry: Registry) -> None:
     add(registry, registration(Role.PREFILL, max_context=512))
     add(registry, registration(Role.DECODE, max_context=256))
+    add(registry, registration(Role.PREFILL, "odd", max_context=1))
     assert registry.max_context == 256
 
 

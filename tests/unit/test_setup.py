@@ -42,7 +42,7 @@ def test_a_host_tier_has_a_pool_of_its_own() -> None:
     device, said = set_up(num_pages=100, host_kv_memory=Bytes("1MB"))
     assert device.host_pool is not None
     assert (device.pool.num_pages, device.host_pool.num_pages) == (100, 1_000_000 // 12288)
-    assert said[-1] == "host tier: 81 pages, 1 MB of host memory"
+    assert said[-1] == "host pool: 81 pages, 1 MB of host memory"
     assert set_up(num_pages=100)[0].host_pool is None
 
 

@@ -14,7 +14,7 @@ class ListNodesRequest(_message.Message):
     def __init__(self, inspect: _Optional[bool] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "model", "layout", "stats", "heartbeat_age", "problems")
+    __slots__ = ("node_id", "incarnation", "role", "model", "layout", "stats", "heartbeat_age", "problems", "set_aside")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Node(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: _types_pb2.Role
@@ -31,7 +32,8 @@ class Node(_message.Message):
     stats: _types_pb2.NodeStats
     heartbeat_age: float
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., stats: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., heartbeat_age: _Optional[float] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    set_aside: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., stats: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., heartbeat_age: _Optional[float] = ..., problems: _Optional[_Iterable[str]] = ..., set_aside: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListNodesResponse(_message.Message):
     __slots__ = ("nodes", "queued_requests", "live_requests")

@@ -82,7 +82,7 @@ class PageLayout(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_held", "pages_fenced", "ungranted", "waiting", "running", "transferring", "queued_tokens", "tokens_per_second", "head_room", "serving", "draining", "requests_total", "cached_tokens_total", "computed_tokens_total", "output_tokens_total", "retractable", "relayed_bytes_total", "host_pages_total", "host_pages_free", "host_pages_cached", "host_hit_tokens_total")
+    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_held", "pages_fenced", "ungranted", "waiting", "running", "transferring", "queued_tokens", "tokens_per_second", "head_room", "serving", "draining", "requests_total", "cached_tokens_total", "computed_tokens_total", "output_tokens_total", "retractable", "relayed_bytes_total", "host_pages_total", "host_pages_free", "host_pages_cached", "host_hit_tokens_total", "retracted")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class NodeStats(_message.Message):
     HOST_PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     HOST_HIT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_cached: int
@@ -131,7 +132,8 @@ class NodeStats(_message.Message):
     host_pages_free: int
     host_pages_cached: int
     host_hit_tokens_total: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_fenced: _Optional[int] = ..., ungranted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., transferring: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., head_room: _Optional[int] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., requests_total: _Optional[int] = ..., cached_tokens_total: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., retractable: _Optional[int] = ..., relayed_bytes_total: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_free: _Optional[int] = ..., host_pages_cached: _Optional[int] = ..., host_hit_tokens_total: _Optional[int] = ...) -> None: ...
+    retracted: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_fenced: _Optional[int] = ..., ungranted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., transferring: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., head_room: _Optional[int] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., requests_total: _Optional[int] = ..., cached_tokens_total: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., retractable: _Optional[int] = ..., relayed_bytes_total: _Optional[int] = ..., host_pages_total: _Optional[int] = ..., host_pages_free: _Optional[int] = ..., host_pages_cached: _Optional[int] = ..., host_hit_tokens_total: _Optional[int] = ..., retracted: _Optional[int] = ...) -> None: ...
 
 class PassAccounts(_message.Message):
     __slots__ = ("rem_input", "rem_chunk", "total", "current")
