@@ -7,7 +7,7 @@ STUBS := $(wildcard proto/kvrelay/v1/*.proto)
 # One thread a process: tests run several engine processes side by side.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help demo test test-compose test-gpu check format proto docs bench bench-scheduler clean
+.PHONY: help demo test test-compose soak test-gpu check format proto docs bench bench-scheduler clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -32,6 +32,9 @@ test: $(INSTALLED)  ## all tests that need neither a GPU nor a Docker engine
 
 test-compose: $(INSTALLED)  ## build the image and run the cluster on a Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose
+
+soak: $(INSTALLED)  ## 300 random faults on a cluster under load; SEED=N repeats a run (5 minutes)
+	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --faults 300 $(if $(SEED),--seed $(SEED))
 
 test-gpu: $(INSTALLED)  ## kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -5,13 +5,14 @@
     start ─► Submit to a unified node ─► count in the bootstrap queue until it is admitted there
           ─► all tokens from that node ─► close
 
-Knows rooms and nodes, not clients: whether a request is tried again or ends is decided in `bootstrap.front`.
+Knows rooms and nodes, not clients: whether a request is tried again or ends is decided in `bootstrap.outcomes`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from bootstrap.fences import Fences
 from bootstrap.pairs import Pairs
@@ -41,7 +42,8 @@ class Attempts:
         self._live: dict[RoomKey, Attempt] = {}
         self._unplaced: list[Attempt] = []  # without a prefill node, because none served
         self._fences = Fences(registry, clock)
-        self.broke: Callable[[LiveRequest, Exception], None] = lambda request, error: None  # what is done for it raised
+        # Round what is done for one request: `Outcomes.shielded`, where there are any.
+        self.shielded: Callable[[LiveRequest], AbstractContextManager[None]] = lambda request: nullcontext()
 
     def find(self, key: RoomKey, node: Node) -> Attempt | None:
         """The live attempt of a room, if that node has a part in it."""
@@ -79,18 +81,14 @@ class Attempts:
         if self._unplaced and self._registry.serving(self._registry.roles[0]):
             unplaced, self._unplaced = self._unplaced, []
             for attempt in unplaced:
-                try:
+                with self.shielded(attempt.request):
                     self._place(attempt)
-                except Exception as error:
-                    self.broke(attempt.request, error)
         free = [node for node in self._registry.serving(Role.DECODE) if not node.overdue]
         for attempt in self.queue.waiting():
             if not free:
                 return
-            try:
+            with self.shielded(attempt.request):
                 free = self._ask(attempt, free)
-            except Exception as error:
-                self.broke(attempt.request, error)
 
     def overdue(self, attempt: Attempt) -> None:
         """A decode node has not answered in time. It keeps the reservation until another has room, or it answers."""
@@ -235,9 +233,8 @@ class Attempts:
         if view is None:
             return [node for node in free if node not in able]
         if attempt.decode is not None:
-            attempt = self._restart(attempt, attempt.decode, "no grant in time")
-        if attempt.prefill is not None:
-            self._reserve(attempt, attempt.prefill, self._registry.chosen(view.node_id))
+            return self._ask(self._restart(attempt, attempt.decode, "no grant in time"), free)
+        self._reserve(attempt, attempt.prefill, self._registry.chosen(view.node_id))
         return free
 
     def _submit(self, attempt: Attempt) -> bool:
@@ -251,9 +248,9 @@ class Attempts:
         view = choose_prefill([node.prefill_view() for node in nodes], tokens, keys, page_size, ask.routing_key)
         assert view is not None
         node = self._registry.chosen(view.node_id)
+        attempt.prefill = node
         node.rooms.add(attempt.key)
         node.uncomputed[attempt.key] = uncached_tokens(tokens, keys, page_size, view.cached)
-        attempt.prefill = node
         attempt.request.timing.prefill_node = node.node_id
         if node.role is Role.UNIFIED:
             self._bind(attempt, node)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from bootstrap.registry import Node
 from bootstrap.requests import Attempt
 from engine.core.errors import (
@@ -22,10 +20,11 @@ from engine.core.handoff import HandoffState
 from engine.core.messages import RoomFailed
 from engine.core.types import Role
 
-__all__ = ["given_up", "no_node", "node_lost", "our_mistake", "outgrown", "room_failed", "too_slow"]
+__all__ = ["given_up", "no_node", "node_lost", "outgrown", "room_failed", "too_slow"]
 
 MOST_LOSSES = 16  # nodes that one request may lose: it may be what takes them down
 
+_PHASES = frozenset(state.phase for state in HandoffState)
 _BY_CODE: dict[str, type[KVRelayError]] = {
     kind.code: kind
     for kind in (
@@ -67,8 +66,9 @@ def node_lost(node: Node, state: HandoffState, why: str) -> Unavailable:
 def room_failed(node: Node, failed: RoomFailed) -> KVRelayError:
     """What a node reported: UNAVAILABLE as long as others may do better, else the status that it names."""
     kind = Unavailable if failed.retriable else _BY_CODE.get(failed.code, KVRelayError)
-    where = f"{node.role} node {node.node_id} failed while {failed.phase}: {failed.reason}"
-    return kind(where, reason="ROOM_FAILED", phase=failed.phase, node=node.node_id)
+    phase = failed.phase if failed.phase in _PHASES else "unknown"  # it becomes a label of a metric
+    where = f"{node.role} node {node.node_id} failed while {phase}: {failed.reason}"
+    return kind(where, reason="ROOM_FAILED", phase=phase, node=node.node_id)
 
 
 def too_slow(what: str, state: HandoffState, reason: str, retry_after: float | None = None) -> DeadlineExceeded:
@@ -91,12 +91,6 @@ def outgrown(refusal: InvalidField, failure: KVRelayError | None) -> Overloaded:
     error = Overloaded(message, reason="NO_ROOM_TO_GO_ON", phase=_phase(failure))
     error.metadata |= refusal.metadata
     return error
-
-
-def our_mistake() -> KVRelayError:
-    """INTERNAL, with an incident id to log what raised under."""
-    incident = secrets.token_hex(6)
-    return KVRelayError(f"internal error; look for incident {incident} in the server's log", incident=incident)
 
 
 def _because(failure: KVRelayError | None) -> str:

@@ -17,8 +17,7 @@ from engine.core.clock import Clock
 from engine.core.messages import Abort, WriterQuiesced
 from engine.core.types import NodeIdentity, RoomKey
 
-__all__ = ["Fences"]
-
+__all__ = ["REMIND_S", "Fences"]
 
 REMIND_S = 5.0  # a writer that has not answered for so long is asked again
 

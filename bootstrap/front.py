@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 from bootstrap.attempts import Attempts
 from bootstrap.config import BootstrapConfig
@@ -120,10 +121,8 @@ class FrontDoor:
         order = (ask.priority is None, sign * (ask.priority or 0), self._arrivals)
         request = LiveRequest(ask, order, self._clock(), wake)
         self.requests[ask.request_id] = request
-        try:
+        with self._outcomes.shielded(request):
             self.attempts.start(request)
-        except Exception as raised:
-            self._outcomes.broke(request, raised)
         self.attempts.advance_queue()
         return request
 
@@ -142,10 +141,8 @@ class FrontDoor:
     def fail_all(self, error: Callable[[], KVRelayError]) -> None:
         """End every live request with an error."""
         for request in tuple(self.requests.values()):
-            try:
+            with self._outcomes.shielded(request):
                 self._outcomes.fail(request, error())
-            except Exception as raised:
-                self._outcomes.broke(request, raised)
 
     # ---- nodes ----
 
@@ -177,11 +174,8 @@ class FrontDoor:
                 self.attempts.release_prefill(attempt)
                 continue
             error = node_lost(node, attempt.state, why)
-            try:
+            with self._outcomes.shielded(attempt.request):
                 self.attempts.close(attempt, HandoffEvent.FAILED, str(error))
-            except Exception as raised:
-                self._outcomes.broke(attempt.request, raised)
-            else:
                 lost.append((attempt, error))
         self.attempts.node_left(node)
         self._outcomes.node_left()
@@ -190,10 +184,8 @@ class FrontDoor:
         log.info("node left", extra={"node": node.node_id, "pool": node.role, "why": why})
         others = bool(self.registry.serving(node.role))
         for attempt, error in sorted(lost, key=lambda pair: pair[0].request.order):
-            try:
+            with self._outcomes.shielded(attempt.request):
                 self._outcomes.retry(attempt, error, lost=others)
-            except Exception as raised:
-                self._outcomes.broke(attempt.request, raised)
         self.attempts.advance_queue()
         self._changed()
 
@@ -213,12 +205,8 @@ class FrontDoor:
             return
         node.heard = self._clock()
         attempt = self.attempts.find(report.key, node) if isinstance(report, RoomReport) else None
-        try:
+        with self._outcomes.shielded(attempt.request) if attempt is not None else nullcontext():
             self._report(node, report, attempt)
-        except Exception as raised:
-            if attempt is None:
-                raise
-            self._outcomes.broke(attempt.request, raised)
         self.attempts.advance_queue()
 
     def _report(self, node: Node, report: Report, attempt: Attempt | None) -> None:
@@ -257,10 +245,8 @@ class FrontDoor:
         for item in items:
             attempt = self.attempts.find(item.key, node)
             if attempt is not None:
-                try:
+                with self._outcomes.shielded(attempt.request):
                     self._output(attempt, node, item)
-                except Exception as raised:
-                    self._outcomes.broke(attempt.request, raised)
             elif not isinstance(item, RelayReport):  # that of a short answer may well come after its end
                 self._late(_OUTPUT[type(item)])
         self.attempts.advance_queue()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from bootstrap.attempts import Attempts
 from bootstrap.config import BootstrapConfig
-from bootstrap.failures import given_up, no_node, our_mistake, outgrown, room_failed, too_slow
+from bootstrap.failures import given_up, no_node, outgrown, room_failed, too_slow
 from bootstrap.records import record_end
 from bootstrap.registry import Node, Registry
 from bootstrap.requests import Attempt, LiveRequest
 from engine.core.clock import Clock
-from engine.core.errors import KVRelayError
+from engine.core.errors import KVRelayError, OurMistake
 from engine.core.handoff import HandoffEvent, HandoffState
 from engine.core.messages import RoomFailed
 from engine.core.metrics import FrontDoorMetric, Metrics
@@ -44,7 +45,7 @@ class Outcomes:
         self._attempts = attempts
         self._metrics = metrics
         self._clock = clock
-        attempts.broke = self.broke
+        attempts.shielded = self.shielded
         self._fit_due: float | None = None  # when to look for queued requests that no attached node could run
         self._limits = {
             HandoffState.QUEUED: config.queue_timeout,
@@ -72,9 +73,17 @@ class Outcomes:
     def fail(self, request: LiveRequest, error: KVRelayError) -> None:
         self.end(request, HandoffEvent.FAILED, str(error), error=error)
 
+    @contextmanager
+    def shielded(self, request: LiveRequest) -> Iterator[None]:
+        """For what is done for one request: what raises in here ends this one, and is raised no further."""
+        try:
+            yield
+        except Exception as raised:
+            self.broke(request, raised)
+
     def broke(self, request: LiveRequest, raised: Exception) -> None:
         """What had to be done for a request raised, which is our mistake: it ends this request and no other."""
-        error = our_mistake()
+        error = OurMistake()
         extra = {"request_id": request.ask.request_id, **error.metadata}
         log.error("request broke", extra=extra, exc_info=raised)
         if request.ended:
@@ -120,10 +129,8 @@ class Outcomes:
     def tick(self, now: float) -> None:
         missing = self._registry.missing(self._config.heartbeat_seconds)
         for request in tuple(self.requests.values()):
-            try:
+            with self.shielded(request):
                 self._tick(request, now, missing)
-            except Exception as error:
-                self.broke(request, error)
         if self._fit_due is not None and now >= self._fit_due:
             self._fit_due = None
             self._end_outgrown()
@@ -185,12 +192,10 @@ class Outcomes:
             assert attempt is not None
             if attempt.state is not HandoffState.QUEUED:
                 continue
-            try:
+            with self.shielded(request):
                 refusal = self._registry.refusal(attempt.size)
                 if refusal is not None:
                     self.fail(request, outgrown(refusal, request.failure))
-            except Exception as error:
-                self.broke(request, error)
 
     def _try_elsewhere(self, attempt: Attempt, error: KVRelayError, suspects: Iterable[Node | None]) -> None:
         attempt.request.avoid.update(node.node_id for node in suspects if node is not None)

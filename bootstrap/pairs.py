@@ -5,7 +5,7 @@
                                          └───────────────────────────────┘
 
 That is for a link that is broken while both ends of it are well: a lost node, or one that fails by itself, is not
-counted here. Both ends are meant as processes, so what is known of a pair ends with either.
+counted here. What is known of a pair ends with the session of either.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def record_end(request: LiveRequest, metrics: Metrics) -> None:
         "request ended",
         extra={
             "request_id": ask.request_id,
+            "client": ask.client,
             "outcome": outcome,
             "error": str(request.error) if request.error else None,
             "prompt_tokens": len(ask.token_ids),

@@ -1,4 +1,4 @@
-"""A live request, its attempts, and where its time went. State of the front door, written by `bootstrap.front` only."""
+"""A live request, its attempts, and where its time went. State of the front door, on its one thread."""
 
 from __future__ import annotations
 

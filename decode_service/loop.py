@@ -26,7 +26,7 @@ from decode_service.parking import Parking
 from decode_service.retraction import PARKED_AT_MOST_S, needs_page, victims
 from decode_service.room import DecodeRoom, RoomState
 from engine.core.clock import Clock, monotonic
-from engine.core.errors import KVRelayError, Overloaded
+from engine.core.errors import AlreadyExists, InvalidField, KVRelayError, Overloaded, Unavailable
 from engine.core.handoff import HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.lifetime import LifetimeEvent, Timeline
@@ -47,8 +47,9 @@ from engine.core.messages import (
     WriterQuiesced,
 )
 from engine.core.metrics import Metrics, NodeMetric
+from engine.core.room_checks import check_room
 from engine.core.sampling import finish_reason
-from engine.core.types import NodeIdentity, RoomKey, TokenOutput
+from engine.core.types import NodeIdentity, Reservation, RoomKey, TokenOutput
 from engine.device.batch import Row, build_batch
 from engine.device.next_token import next_tokens
 from engine.device.page_allocator import PageAllocator
@@ -144,10 +145,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         match item:
             case Reserve(reservation):
                 assert link is not None
-                self._requests += 1
-                new = self._rooms[reservation.key] = DecodeRoom(reservation, link, Timeline(self.clock))
-                new.times.stamp(LifetimeEvent.ARRIVED)
-                self.journal.arrived(reservation.request_id, new.key, new.prompt, new.times)
+                self._take_on(reservation, link)
             case Abort(key, reason):
                 if (room := self._rooms.get(key)) is not None:
                     self.journal.failed(key, f"aborted: {reason}")
@@ -179,6 +177,31 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                     self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True)
             case _:
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
+
+    def _take_on(self, reservation: Reservation, link: Link) -> None:
+        """Queue a reservation, unless it can only do harm here: then the front door is told."""
+        try:
+            self._check(reservation)
+        except KVRelayError as error:
+            phase = HandoffState.QUEUED.phase
+            retriable = isinstance(error, Unavailable)
+            link.report(RoomFailed(reservation.key, phase, str(error), retriable, code=error.code))
+            return
+        self._requests += 1
+        new = self._rooms[reservation.key] = DecodeRoom(reservation, link, Timeline(self.clock))
+        new.times.stamp(LifetimeEvent.ARRIVED)
+        self.journal.arrived(reservation.request_id, new.key, new.prompt, new.times)
+
+    def _check(self, one: Reservation) -> None:
+        if one.key in self._rooms or one.key in self._fence:
+            raise AlreadyExists(f"room {one.key} has pages here")
+        if one.writer in self._peers and not self._agent.knows(one.writer):
+            # Taking it in has failed. Should it die while pages wait for it, they would wait for ever.
+            raise Unavailable(f"there is no connection with prefill node {one.writer.node_id}")
+        if one.sampling.needs_history and not one.history:
+            raise InvalidField("history", 0, "every token so far, as a penalty needs them")
+        vocab_size = self._device.model.vocab_size
+        check_room(one.prompt_tokens, one.first_index, one.sampling, one.stopping, one.history, vocab_size)
 
     def handling_failed(self, link: Link | None, item: Command | ReceiverEvent, incident: str) -> None:
         key, reason = room_of(item), f"internal error, incident {incident}"
@@ -246,10 +269,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _fail(
         self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
     ) -> None:
-        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
-        log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
-        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable, code))
-        self.journal.failed(room.key, f"failed while {phase.phase}: {reason}")
+        self.report_failed(room.link, room.key, phase, reason, retriable, code)
         self._end(room)
 
     # ---- a pass ----

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from engine.core.clock import Clock, monotonic
@@ -67,6 +67,7 @@ class _Room:
     grant: Granted | None = None
     opened: bool = False  # known to the sender: only its Quiesced or WritesDone ends the room
     over: bool = False  # aborted or failed: nothing more is computed, sent or reported
+    asked: set[Link] = field(default_factory=set)  # for its end, and for word of it: the link it came over may be gone
 
 
 class PrefillEngine(PromptEngine[SenderEvent]):
@@ -145,7 +146,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
                 if (room := self._rooms.get(key)) is None:  # ended, or never here: either way nothing is being written
                     link.report(RoomQuiesced(key))
                 else:
-                    room.link = link  # the one it came over may be gone
+                    room.asked.add(link)
                     self._abort(key, f"aborted: {reason}")
             case PeerJoined(peer):
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
@@ -195,10 +196,8 @@ class PrefillEngine(PromptEngine[SenderEvent]):
         room = self._rooms.get(key)
         if room is None or room.over:
             return
-        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
-        log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
-        room.link.report(RoomFailed(key, phase.phase, reason, retriable))
-        self._abort(key, f"failed while {phase.phase}: {reason}")
+        self.report_failed(room.link, key, phase, reason, retriable)
+        self._abort(key, reason)
 
     def _peer_left(self, identity: NodeIdentity) -> None:
         for key, room in list(self._rooms.items()):
@@ -212,8 +211,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
         return self._forget(key)
 
     def _say_quiet(self, room: _Room) -> None:
-        """When it was aborted, more than one front door may have asked."""
-        for link in {room.link, *self.links} if room.over else {room.link}:
+        for link in {room.link, *room.asked}:
             link.report(RoomQuiesced(room.request.key))
 
     def _forget(self, key: RoomKey) -> _Room:

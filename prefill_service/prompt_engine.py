@@ -15,6 +15,7 @@ from engine.core.loop import EngineLoop, Link
 from engine.core.messages import NodeStats, PrefillReport, RoomFailed
 from engine.core.metrics import Metrics, NodeMetric
 from engine.core.node_config import NodeConfig
+from engine.core.room_checks import check_room
 from engine.core.types import PrefillTask
 from engine.device.batch import Row, build_batch
 from engine.device.page_allocator import PageAllocator
@@ -74,7 +75,9 @@ class PromptEngine(EngineLoop[Event]):
 
     def _take_on(self, task: PrefillTask, link: Link) -> PrefillRequest | None:
         """Submit a task. None: it is refused, and the front door has been told."""
+        vocab_size = self._device.model.vocab_size
         try:
+            check_room(len(task.token_ids), task.first_index, task.sampling, task.stopping, task.token_ids, vocab_size)
             request = self._scheduler.submit(task)
         except KVRelayError as error:
             phase = HandoffState.QUEUED.phase

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
@@ -21,11 +20,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from engine.core import errors as named
-from engine.core.errors import InvalidRequest, KVRelayError
+from engine.core.errors import InvalidRequest, KVRelayError, OurMistake
 
 __all__ = ["ErrorInterceptor", "from_rpc_error"]
 
 DOMAIN = "kvrelay"
+MAX_MESSAGE, MAX_VALUE = 400, 128  # characters of what others may have written
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # quoted: generic in the stubs only
 log = logging.getLogger("kvrelay.rpc")
 
@@ -44,10 +44,16 @@ _CLASSES: dict[grpc.StatusCode, type[KVRelayError]] = {
 }
 
 
+def _shown(text: str, most: int) -> str:
+    """Trailers may be 8 KiB in all, and carry the message twice; beyond that the client would not see the status."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _packed(error: KVRelayError) -> bytes:
     """The serialized google.rpc.Status of an error."""
     details = [any_pb2.Any()]
-    details[0].Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    metadata = {key: _shown(value, MAX_VALUE) for key, value in error.metadata.items()}
+    details[0].Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
     if error.retry_after is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after * 1e9))
@@ -55,7 +61,7 @@ def _packed(error: KVRelayError) -> bytes:
         retry.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         details.append(retry)
     code = cast(tuple[int, str], grpc.StatusCode[error.code].value)[0]
-    status = status_pb2.Status(code=code, message=str(error), details=details)
+    status = status_pb2.Status(code=code, message=_shown(str(error), MAX_MESSAGE), details=details)
     return cast(bytes, status.SerializeToString())
 
 
@@ -79,14 +85,19 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
     return result
 
 
+# The call has its status, or its client is gone and nobody can be told of any.
+_OVER = (grpc.aio.AbortError, grpc.RpcError, grpc.aio.InternalError)
+
+
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
     if isinstance(error, NotImplementedError):  # what a generated servicer says of a method that nobody has written
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
     if not isinstance(error, KVRelayError):
-        incident = secrets.token_hex(6)
-        log.exception("handler failed", extra={"incident": incident, "method": method}, exc_info=error)
-        error = KVRelayError(f"internal error; look for incident {incident} in the server's log", incident=incident)
-    await context.abort(grpc.StatusCode[error.code], str(error), trailing_metadata=((_DETAILS, _packed(error)),))
+        told = OurMistake()
+        log.error("handler failed", extra={**told.metadata, "method": method}, exc_info=error)
+        error = told
+    details = ((_DETAILS, _packed(error)),)
+    await context.abort(grpc.StatusCode[error.code], _shown(str(error), MAX_MESSAGE), trailing_metadata=details)
     raise AssertionError("abort always raises")
 
 
@@ -123,7 +134,7 @@ def _guard_response(behaviour: Callable[..., Awaitable[Any]], method: str) -> Ca
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(_checked(request), context)
-        except (grpc.aio.AbortError, grpc.RpcError):
+        except _OVER:
             raise
         except Exception as error:
             await _abort(context, error, method)
@@ -140,7 +151,7 @@ def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., A
                 return
             async for response in responses:
                 yield response
-        except (grpc.aio.AbortError, grpc.RpcError):
+        except _OVER:
             raise
         except Exception as error:
             await _abort(context, error, method)

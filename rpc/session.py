@@ -122,7 +122,7 @@ class Session:
         self.connections: set[Connection] = set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises what `is_refusal` when a bootstrap will not have this node and none ever had.
+        """Runs until cancelled. Raises a refusal when a bootstrap will not have this node and none ever had.
 
         Also when a new process has taken this node's id.
         """

@@ -157,6 +157,12 @@ class TransferAgent:
             if peer is not None:
                 self._retire(peer)
 
+    def knows(self, identity: NodeIdentity) -> bool:
+        """Whether a peer was added and not removed since."""
+        with self._lock:
+            peer = self._peers.get(identity)
+            return peer is not None and not peer.retired
+
     def watch(self, identity: NodeIdentity) -> bool:
         """Keep a peer, also when it is removed, so that `probe` can tell whether it has ended. False when unknown.
 

@@ -28,7 +28,7 @@ from engine.core.messages import (
     StepOutput,
     Submit,
 )
-from engine.core.metrics import Metrics, NodeMetric
+from engine.core.metrics import Metrics
 from engine.core.room_budget import longest_prompt
 from engine.core.types import PrefillTask, RoomKey, TokenOutput
 from engine.device.batch import Row
@@ -124,10 +124,8 @@ class UnifiedEngine(PromptEngine[None]):
     def _fail(
         self, room: UnifiedRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
     ) -> None:
-        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
-        log.warning("room failed", extra={"room": str(room.key), "phase": phase.phase, "reason": reason})
-        room.link.report(RoomFailed(room.key, phase.phase, reason, retriable, code))
-        self._end(room, f"failed while {phase.phase}: {reason}")
+        self.report_failed(room.link, room.key, phase, reason, retriable, code)
+        self._end(room, reason)
 
     # ---- what the scheduler asks ----
 

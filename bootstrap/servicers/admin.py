@@ -99,9 +99,11 @@ class AdminServicer(pb_grpc.AdminServicer):
         for node, inspection_id in zip(self._front.registry.nodes(), self._inspections, strict=False):
             asked[node] = self._awaited[inspection_id] = asyncio.get_running_loop().create_future()
             node.link.send(question(inspection_id))
-        if asked:
-            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
-        self._awaited = {key: answer for key, answer in self._awaited.items() if answer not in asked.values()}
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
+        finally:  # also when the caller has gone meanwhile
+            self._awaited = {key: answer for key, answer in self._awaited.items() if answer not in asked.values()}
         return {node: answer.result() if answer.done() else None for node, answer in asked.items()}
 
     def _answered(self, answer: Answer) -> None:

@@ -12,6 +12,7 @@
     ├── DeadlineExceeded          DEADLINE_EXCEEDED    names the phase that was too slow
     ├── Cancelled                 CANCELLED            the caller asked
     ├── Unavailable               UNAVAILABLE          a node or a pool is gone (carries phase)
+    ├── OurMistake                INTERNAL             ours: names the incident to look up in the log
     └── ConfigError               (start-up only)      the operator's: lists every mistake at once
         └── ModelRefused          (engine.core.model_store) this model cannot be served, and why
 
@@ -21,6 +22,7 @@ google.rpc.ErrorInfo. `code` is the name of the gRPC status, so that this module
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "InvalidRequest",
     "KVRelayError",
     "NotFound",
+    "OurMistake",
     "Overloaded",
     "PermissionDenied",
     "Refused",
@@ -112,6 +115,14 @@ class Cancelled(KVRelayError):
 class Unavailable(KVRelayError):
     code = "UNAVAILABLE"
     reason = "UNAVAILABLE"
+
+
+class OurMistake(KVRelayError):
+    """What others are told of an exception that is none of these. Its text belongs in the log, under the incident."""
+
+    def __init__(self) -> None:
+        incident = secrets.token_hex(6)
+        super().__init__(f"internal error; look for incident {incident} in the server's log", incident=incident)
 
 
 class ConfigError(KVRelayError):

@@ -23,6 +23,8 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from engine.core.clock import Clock, monotonic
+from engine.core.errors import KVRelayError
+from engine.core.handoff import HandoffState
 from engine.core.journal import RoomJournal
 from engine.core.messages import (
     Abort,
@@ -39,6 +41,7 @@ from engine.core.messages import (
     PeerLeft,
     Report,
     Reserve,
+    RoomFailed,
     StepOutput,
     Submit,
 )
@@ -182,6 +185,21 @@ class EngineLoop(abc.ABC, Generic[Event]):
     @abc.abstractmethod
     def check_integrity(self) -> None:
         """Assert that every page and every queue is accounted for."""
+
+    def report_failed(
+        self,
+        link: Link,
+        key: RoomKey,
+        phase: HandoffState,
+        reason: str,
+        retriable: bool,
+        code: str = KVRelayError.code,
+    ) -> None:
+        """Tell its front door, the journal, the log and the metrics that a live room has failed. The caller ends it."""
+        self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
+        log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
+        link.report(RoomFailed(key, phase.phase, reason, retriable, code))
+        self.journal.failed(key, f"failed while {phase.phase}: {reason}")
 
     def integrity_problems(self) -> tuple[str, ...]:
         try:

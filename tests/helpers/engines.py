@@ -135,13 +135,14 @@ def decode_engine(
     host_pages: int | None = None,
     settle_s: float | None = None,
     clock: Clock = monotonic,
+    node_id: str = "d",
     **options: Any,
 ) -> Iterator[Driven[DecodeEngine]]:
     """`options` are those of DecodeOptions; nothing is reserved unless they say so. Settling may take less time, as
     between two nodes of one process there are no buffers for anything to lie in.
     """
     device = tiny_device(num_pages, host_pages)
-    agent = TransferAgent(NodeIdentity.new("d"), device.memory)
+    agent = TransferAgent(NodeIdentity.new(node_id), device.memory)
     config = DecodeConfig(NodeConfig(), DecodeOptions(**({"reserved_decode_tokens": 0} | options)))
     engine = DecodeEngine(device, config, agent, Metrics(NodeMetric), clock)
     if settle_s is not None:

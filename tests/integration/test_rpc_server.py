@@ -50,6 +50,10 @@ UNNAMED = [name for name, error in ERRORS.items() if not isinstance(error, KVRel
 
 
 def fail(name: str) -> None:
+    if name == "very long":
+        raise named.NotFound("é" * 20_000, model="模" * 20_000)
+    if name == "unwritten":
+        raise NotImplementedError
     if name in ERRORS:
         raise ERRORS[name]
 
@@ -166,6 +170,18 @@ async def test_details_are_what_any_grpc_client_understands(channel: grpc.aio.Ch
     assert status.details[1].Unpack(retry)
     assert (info.domain, info.reason, dict(info.metadata)) == ("kvrelay", "UNAVAILABLE", {"phase": "queued"})
     assert retry.retry_delay.ToSeconds() == 3600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_too_long_for_a_status_is_cut(channel: grpc.aio.Channel, kind: str) -> None:
+    back = from_rpc_error(await failure(call(channel, kind, text("very long"))))
+    assert (back.code, back.reason, len(str(back)), len(back.metadata["model"])) == ("NOT_FOUND", "NOT_FOUND", 400, 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_method_that_nobody_wrote_is_unimplemented(channel: grpc.aio.Channel, kind: str) -> None:
+    error = await failure(call(channel, kind, text("unwritten")))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("kind", KINDS)

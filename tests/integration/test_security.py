@@ -374,7 +374,10 @@ async def test_blocking_callers_show_their_key_with_and_without_tls(
             assert from_rpc_error(caught.value).reason == "NO_API_KEY"
 
 
-async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(tmp_path: Path) -> None:
+async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     other, other_key = new_key("other", admin=False)
     access = BootstrapAccess(api_keys=f"{KEYS}{other_key.line}\n")
     async with front_cluster(tmp_path, access=access) as cluster:
@@ -388,6 +391,8 @@ async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(tmp_path: Path
             assert isinstance(error, NotFound)
             await cluster.generation.Abort(abort, timeout=10, metadata=bearer(may))
             await reply.to_end()
+    ended = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert [(one["request_id"], one["client"]) for one in ended] == [("first", "user"), ("second", "user")]
 
 
 # ---- limits ----

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_service import loop
 from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
@@ -375,6 +376,22 @@ def test_a_queued_room_ends_without_a_trace(d: Decode, link: RecordingLink, writ
     assert d.stats.ungranted == 0
     assert pages(d) == (PAGES - 10, 10, 0)
     assert (other.of(Grant), failed(other)) == ([], [])
+
+
+def test_where_a_word_was_lost_it_is_asked_for_again(
+    d: Decode, link: RecordingLink, writer: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a fenced room the writer's, of an orphan the end: its writer is done, and its pages do not come."""
+    fenced, orphan = (arriving(d, link, writer, prompt=8, max_new=4) for _ in range(2))
+    d.tell(link, Abort(fenced, "x"), WriterQuiesced(orphan))
+    d.turn()
+    assert not link.of(RoomFenced), "there is no hurry"
+    monkeypatch.setattr(loop, "REMIND_S", 0.0)
+    d.turn()
+    assert link.of(RoomFenced) == [RoomFenced(fenced, writer.identity)]
+    assert [(one.key, one.retriable) for one in link.of(RoomFailed)] == [(orphan, True)]
+    d.tell(link, WriterQuiesced(fenced))
+    d.until(lambda: d.stats.pages_fenced == 0, "both are quiet")
 
 
 @pytest.mark.parametrize("ending", ["abort", "link lost"])

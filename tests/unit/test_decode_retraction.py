@@ -346,7 +346,8 @@ def test_what_is_given_up_while_it_is_out_leaves_nothing(n: Node, ending: str) -
 
 
 def test_its_writer_may_leave(n: Node) -> None:
-    n.d.tell(n.link, PeerJoined(PeerInfo(n.writer.identity, Role.PREFILL, n.writer.agent.memory, b"")))
+    agent = n.writer.agent
+    n.d.tell(n.link, PeerJoined(PeerInfo(n.writer.identity, Role.PREFILL, agent.memory, agent.metadata)))
     runs, parked = one_parked(n)
     n.d.tell(n.link, PeerLeft(n.writer.identity))
     n.finish()

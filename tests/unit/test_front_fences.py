@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bootstrap.fences import REMIND_S
 from bootstrap.registry import Node
 from engine.core.messages import Abort, PeerJoined, RoomFenced, RoomQuiesced, WriterQuiesced
 from engine.core.sampling import FinishReason
@@ -51,6 +52,21 @@ def test_a_writer_that_never_learned_the_address_is_done(house: House, prefill: 
     key = house.reserved(decode)[0].reservation.key
     house.front.stop(request, FinishReason.ABORT, "enough")
     assert house.links[decode].sent[-2:] == [Abort(key, "enough"), WriterQuiesced(key)]
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_writer_that_does_not_answer_is_asked_again(house: House, prefill: Node, decode: Node, granted: bool) -> None:
+    """One of the two messages was lost. It stops with the answer, which the decode node hears of if it has to."""
+    request = house.submit(ask())
+    key = house.grant(decode) if granted else house.reserved(decode)[0].reservation.key
+    house.front.stop(request, FinishReason.ABORT, "enough")
+    for times in (1, 2, 3):
+        assert [abort.key for abort in house.links[prefill].of(Abort)] == [key] * times
+        house.advance(REMIND_S, prefill, decode)
+    house.report(prefill, RoomQuiesced(key))
+    house.advance(2 * REMIND_S, prefill, decode)
+    assert len(house.links[prefill].of(Abort)) == 4
+    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(key)]
 
 
 # ---- over broken sessions ----

@@ -232,6 +232,23 @@ def test_a_request_that_waits_for_a_pair_set_aside_meanwhile_goes_to_another_pre
     assert first.node_id in waiting.avoid
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_that_begins_again_on_another_prefill_node_keeps_off_what_is_set_aside_with_that(number: int) -> None:
+    """Its decode node did not answer, and its prefill node drains: both are new, and so is what they are set aside."""
+    links = Links(prefills=2, decodes=3)
+    house = links.house
+    request = house.submit(ask("late", max_new_tokens=2))
+    writer, silent = links.pair_of(request)
+    house.front.drain_node(writer.node_id, 10.0)
+    (other,) = house.front.registry.serving(Role.PREFILL)
+    left = [node for node in house.front.registry.serving(Role.DECODE) if node is not silent]
+    for _ in range(FAILURES):
+        house.front.attempts.pairs.failed(other.identity, left[number].identity)
+    house.advance(house.config.grant_timeout, *house.front.registry.nodes())
+    house.check()
+    assert links.pair_of(request) == (other, left[1 - number])
+
+
 def test_a_pair_set_aside_is_better_than_none() -> None:
     links = Links(prefills=1, decodes=1)
     links.broken = {("1", "1")}

@@ -1,0 +1,89 @@
+"""What the cells of the fault tables have in common: where a fault strikes, and a load that goes on until it has.
+
+A cell is (phase, fault, side): its id says so, and each cell is a test on a cluster that many of them share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.faults.harness import FaultyCluster
+from tests.faults.load import Ask, Load, Running, drive
+
+__all__ = [
+    "DECODE_FLAGS",
+    "NODES",
+    "NODE_FLAGS",
+    "PREFILL_FLAGS",
+    "ROUNDS",
+    "SOON_S",
+    "Cell",
+    "cells",
+    "long_and_short",
+    "ready",
+    "strike",
+]
+
+NODE_FLAGS = ("--page-size", "4", "--num-pages", "384")
+PREFILL_FLAGS = ("--chunk-size", "32")
+DECODE_FLAGS = ("--reserved-decode-tokens", "16")
+SOON_S = 20.0  # far below every phase deadline that is not set shorter
+ROUNDS = 6  # of the load, in which a fault must find its point
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+def long_and_short(load: Load, cluster: FaultyCluster) -> list[Ask]:
+    """Prompts of many chunks and of less than one, with shared beginnings. Two draw their tokens."""
+    asks = [load.ask(length=length, new_tokens=(24, 40)) for length in (150, 9, 90, 33, 120, 6)]
+    asks += [load.ask(length=length, new_tokens=(24, 40), sampled=True) for length in (70, 140)]
+    for ask in asks:
+        load.learn(cluster, ask)
+    return asks
+
+
+def ready(cluster: FaultyCluster) -> FaultyCluster:
+    """Two and two that serve, whatever the test before has done, or found."""
+    for name in NODES:
+        if not cluster.sound or name not in cluster.processes or cluster.processes[name].popen.poll() is not None:
+            cluster.restart(name)
+    cluster.wait_serving(2, 2)
+    cluster.sound = False  # until it is checked
+    return cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where a fault strikes: at the hit after `after` others of a point of one node.
+
+    cause: a point of both prefill nodes at which a write fails first, for what happens only then.
+    """
+
+    phase: str
+    side: str
+    point: str
+    after: int = 0
+    cause: str | None = None
+
+    @property
+    def victim(self) -> str:
+        return f"{self.side}-0"
+
+
+def cells(fault: str, *rows: Cell) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cell", rows, ids=[f"{row.phase}-{fault}-{row.side}" for row in rows])
+
+
+def strike(cluster: FaultyCluster, load: Load, asks: Sequence[Ask], cell: Cell) -> Iterator[Running]:
+    """Rounds of the load until a fault has struck; yields each round while it runs."""
+    for _ in range(ROUNDS):
+        if cell.cause:
+            for name in ("prefill-0", "prefill-1"):
+                cluster.arm(name, cell.cause, "fail")
+        with drive(cluster, load.again(asks), load, SOON_S) as running:
+            yield running
+        if cluster.tripped(cell.victim, cell.point):
+            return
+    raise AssertionError(f"in {ROUNDS} rounds no fault has struck {cell.victim}")

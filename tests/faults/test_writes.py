@@ -1,0 +1,122 @@
+"""Pages on their way from node to node meet with every kind of trouble: no answer is made from wrong ones.
+
+Over TCP, as between hosts: there a write is under way for a while, and both of its ends have to live to see it land.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cells import (
+    DECODE_FLAGS,
+    NODE_FLAGS,
+    NODES,
+    PREFILL_FLAGS,
+    Cell,
+    cells,
+    long_and_short,
+    ready,
+    strike,
+)
+from tests.faults.forge import Forge
+from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
+from tests.faults.load import Ask, Load, check, drive
+from tests.helpers.cluster import assert_eventually
+
+
+@pytest.fixture(scope="module")
+def load(model: Path) -> Load:
+    return Load(model, 5)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    with faulty_cluster(
+        tmp_path_factory.mktemp("writes"),
+        model,
+        forge,
+        node_flags=(*NODE_FLAGS, "--write-timeout", "1"),
+        prefill_flags=(*PREFILL_FLAGS, "--kv-checksum"),
+        decode_flags=DECODE_FLAGS,
+        bootstrap_flags=FAST_LEASE,
+        environment={"UCX_TLS": "tcp"},
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asks(load: Load, served: FaultyCluster) -> list[Ask]:
+    return long_and_short(load, served)
+
+
+@pytest.fixture
+def cluster(served: FaultyCluster) -> FaultyCluster:
+    return ready(served)
+
+
+@pytest.mark.parametrize("action", ["fail", "slow", "cut", "kill", "stop"])
+@cells(
+    "write",
+    Cell("first", "prefill", "post"),
+    Cell("later", "prefill", "post", after=5),
+    Cell("last", "prefill", "post.last"),
+    Cell("polled", "prefill", "poll"),
+)
+def test_a_write_goes_wrong(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str) -> None:
+    """It fails, is not done in time, loses its connection or its sender: the request is read by another node."""
+    cluster.arm(cell.victim, cell.point, action, after=cell.after, seconds=3.0)
+    for running in strike(cluster, load, asks, cell):
+        running.join()
+        check(running.outcomes, load)
+    recover(cluster, cell.victim, action)
+
+
+@pytest.mark.parametrize("action", ["cut", "kill", "stop"])
+@cells(
+    "landing",
+    Cell("first", "decode", "notice"),
+    Cell("last", "decode", "notice.last"),
+    Cell("decoding", "decode", "forward", after=3),
+)
+def test_a_receiver_goes_wrong(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str) -> None:
+    cluster.arm(cell.victim, cell.point, action, after=cell.after)
+    for running in strike(cluster, load, asks, cell):
+        running.join()
+        check(running.outcomes, load)
+    recover(cluster, cell.victim, action)
+
+
+@cells("corrupt", Cell("first", "decode", "notice"), Cell("last", "decode", "notice.last"))
+def test_a_page_is_not_what_was_sent(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
+    """Its checksum says so, and it is sent again, by another node."""
+    cluster.arm(cell.victim, cell.point, "corrupt")
+    for running in strike(cluster, load, asks, cell):
+        running.join()
+        check(running.outcomes, load)
+    assert "checksum" in (cluster.directory / f"{cell.victim}.log").read_text()
+    cluster.check_after()
+
+
+def test_every_connection_is_cut_between_requests(cluster: FaultyCluster, load: Load, asks: list[Ask]) -> None:
+    """Nobody's attempt fails for it: what is broken is made anew before pages are sent."""
+    for _ in range(3):
+        with drive(cluster, load.again(asks), load) as running:
+            pass
+        check(running.outcomes, load)
+        assert {one.attempts for one in running.outcomes} == {1}
+        assert sum(map(cluster.cut, NODES)) > 0
+    cluster.check_after()
+
+
+def recover(cluster: FaultyCluster, victim: str, action: str) -> None:
+    """Wake or bury the victim; then nothing is left of it all."""
+    if action == "kill":
+        cluster.kill(victim)
+    elif action == "stop":
+        assert_eventually(lambda: victim not in {node.node_id for node in cluster.nodes()}, "its lease runs out")
+        cluster.resume(victim)
+        cluster.wait_serving(2, 2)
+    cluster.check_after()
