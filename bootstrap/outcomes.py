@@ -14,7 +14,7 @@ from bootstrap.registry import Node, Registry
 from bootstrap.requests import Attempt, LiveRequest
 from engine.core.clock import Clock
 from engine.core.errors import KVRelayError, OurMistake
-from engine.core.handoff import HandoffEvent, HandoffState
+from engine.core.handoff import FailureCause, HandoffEvent, HandoffState
 from engine.core.messages import RoomFailed
 from engine.core.metrics import FrontDoorMetric, Metrics
 from engine.core.sampling import FinishReason
@@ -23,9 +23,6 @@ from engine.core.types import Role
 __all__ = ["Outcomes"]
 
 log = logging.getLogger("kvrelay.bootstrap")
-
-RETRACTED = "retracted"  # starts the reason of a room that a full node gave up: nobody's fault
-LEFT = " left"  # ends the reason of a room whose peer was lost
 
 # Who is to blame when a phase takes too long: the node that reads the prompt, and the one that writes the answer.
 _SUSPECTS = {
@@ -99,12 +96,12 @@ class Outcomes:
         error = room_failed(node, failed)
         if not failed.retriable:
             self.fail(attempt.request, error)
-        elif failed.phase == HandoffState.TRANSFERRING.phase and not failed.reason.endswith(LEFT):
+        elif failed.cause is FailureCause.RETRACTED:
+            self._try_elsewhere(attempt, error, ())
+        elif failed.cause is FailureCause.FAULT and failed.phase == HandoffState.TRANSFERRING.phase:
             self._transfer_failed(attempt, error)
-        else:
-            # Either side may be the cause of what one of them reports.
-            retracted = failed.reason.startswith(RETRACTED)
-            self._try_elsewhere(attempt, error, () if retracted else (attempt.prefill, attempt.decode))
+        else:  # either side may be the cause of what one of them reports
+            self._try_elsewhere(attempt, error, (attempt.prefill, attempt.decode))
 
     def retry(self, attempt: Attempt, error: KVRelayError, *, lost: bool = False) -> None:
         """An attempt is closed: begin another, or give up. `lost`: with its node, while others serve."""

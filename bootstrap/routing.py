@@ -11,6 +11,7 @@ Decode: the node with most head-room among those with room, bound as late as pos
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -72,11 +73,12 @@ def choose_prefill(
     nodes = [node for node in nodes if node.requests <= limit]
     if routing_key:
         return max(nodes, key=lambda node: _affinity(routing_key, node.node_id))
-    known = [node.tokens_per_second for node in nodes if node.tokens_per_second > 0]
-    usual = sum(known) / len(known) if known else 1.0
+    # What a node says of its rate may be anything; of NaN, say, there is no least.
+    rates = {n.node_id: n.tokens_per_second for n in nodes if 0 < n.tokens_per_second < math.inf}
+    usual = sum(rates.values()) / len(rates) if rates else 1.0
     seconds = {
         node.node_id: (node.queued_tokens + uncached_tokens(prompt_tokens, keys, page_size, node.cached))
-        / (node.tokens_per_second or usual)
+        / rates.get(node.node_id, usual)
         for node in nodes
     }
     best = min(seconds.values())

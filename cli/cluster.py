@@ -160,10 +160,11 @@ def claim_address(listen: str) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what lingers of an earlier cluster is fine
             probe.bind((host.strip("[]"), int(port)))
             return f"{host}:{probe.getsockname()[1]}"
-    except (OSError, ValueError, OverflowError) as error:
-        hint = ""
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            hint = "; --address 127.0.0.1:0 picks a free port"
+    except (ValueError, OverflowError) as error:
+        limit = "host:port, a port of 0 to 65535"
+        raise ConfigError([f"--address: cannot listen on {listen!r}; allowed: {limit}"]) from error
+    except OSError as error:
+        hint = "; --address 127.0.0.1:0 picks a free port" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError([f"--address: cannot listen on {listen!r}: {error}{hint}"]) from error
 
 

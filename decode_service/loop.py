@@ -27,7 +27,7 @@ from decode_service.retraction import PARKED_AT_MOST_S, needs_page, victims
 from decode_service.room import DecodeRoom, RoomState
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import AlreadyExists, InvalidField, KVRelayError, Overloaded, Unavailable
-from engine.core.handoff import HandoffState
+from engine.core.handoff import FailureCause, HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.lifetime import LifetimeEvent, Timeline
 from engine.core.loop import EngineLoop, Link, room_of
@@ -238,7 +238,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _writer_left(self, identity: NodeIdentity) -> None:
         for room in list(self._rooms.values()):
             if room.reservation.writer == identity and room.state in (RoomState.QUEUED, RoomState.ARRIVING):
-                self._fail(room, HandoffState.TRANSFERRING, f"prefill node {identity.node_id} left", retriable=True)
+                reason, cause = f"prefill node {identity.node_id} left", FailureCause.PEER_LEFT
+                self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True, cause=cause)
         if any(writer == identity for _, writer in self._fence.waiting()):
             # The end of its session does not prove that it writes no more: these pages wait for WriterGone.
             self._receiver.await_gone(identity)
@@ -267,9 +268,15 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._room_changed = self._room_changed or bool(pages)
 
     def _fail(
-        self, room: DecodeRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
+        self,
+        room: DecodeRoom,
+        phase: HandoffState,
+        reason: str,
+        retriable: bool,
+        code: str = KVRelayError.code,
+        cause: FailureCause = FailureCause.FAULT,
     ) -> None:
-        self.report_failed(room.link, room.key, phase, reason, retriable, code)
+        self.report_failed(room.link, room.key, phase, reason, retriable, code, cause)
         self._end(room)
 
     # ---- a pass ----
@@ -371,7 +378,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _send_back(self, room: DecodeRoom, reason: str) -> None:
         """Have the front door take it through a prefill node again."""
         self.metrics.count(NodeMetric.RETRACTED, 1, "prefill")
-        self._fail(room, HandoffState.DECODING, reason, retriable=True)
+        self._fail(room, HandoffState.DECODING, reason, retriable=True, cause=FailureCause.RETRACTED)
 
     def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:
         """Nobody else runs and no page is free: pages that arrive or are fenced will come back, unless it needs all."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from engine.core.clock import Clock, monotonic
-from engine.core.handoff import HandoffState
+from engine.core.handoff import FailureCause, HandoffState
 from engine.core.handoff_note import HandoffNote
 from engine.core.loop import Link, room_of
 from engine.core.messages import (
@@ -192,17 +192,25 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             self._scheduler.finish(key)  # of one that was admitted in a pass that failed before it was opened
             self._forget(key).link.report(RoomQuiesced(key))
 
-    def _fail(self, key: RoomKey, phase: HandoffState, reason: str, retriable: bool) -> None:
+    def _fail(
+        self,
+        key: RoomKey,
+        phase: HandoffState,
+        reason: str,
+        retriable: bool,
+        cause: FailureCause = FailureCause.FAULT,
+    ) -> None:
         room = self._rooms.get(key)
         if room is None or room.over:
             return
-        self.report_failed(room.link, key, phase, reason, retriable)
+        self.report_failed(room.link, key, phase, reason, retriable, cause=cause)
         self._abort(key, reason)
 
     def _peer_left(self, identity: NodeIdentity) -> None:
         for key, room in list(self._rooms.items()):
             if room.grant is not None and room.grant.peer == identity:
-                self._fail(key, HandoffState.TRANSFERRING, f"decode node {identity.node_id} left", retriable=True)
+                reason = f"decode node {identity.node_id} left"
+                self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True, cause=FailureCause.PEER_LEFT)
         self._agent.remove_peer(identity)
 
     def _end(self, key: RoomKey) -> _Room:

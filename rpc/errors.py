@@ -85,8 +85,8 @@ def from_rpc_error(error: grpc.RpcError) -> KVRelayError:
     return result
 
 
-# The call has its status, or its client is gone and nobody can be told of any.
-_OVER = (grpc.aio.AbortError, grpc.RpcError, grpc.aio.InternalError)
+# The call has its status, or its client is gone or its server has stopped and nobody can be told of any.
+_OVER = (grpc.RpcError, grpc.aio.BaseError)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 
 from engine.core import messages as m
 from engine.core.errors import InvalidField
+from engine.core.handoff import FailureCause
 from engine.core.page_keys import KEY_BYTES
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import (
@@ -34,6 +35,7 @@ FINISH = {
     FinishReason.LENGTH: tp.FINISH_REASON_LENGTH,
     FinishReason.ABORT: tp.FINISH_REASON_ABORT,
 }
+_CAUSES = {str(cause): cause for cause in FailureCause}
 _FINISH_BACK = {value: reason for reason, value in FINISH.items()}
 
 # ---- parts ----
@@ -298,8 +300,9 @@ def report_to_wire(report: m.Report) -> pb.NodeReport:
             return pb.NodeReport(heartbeat=stats_to_wire(stats))
         case m.Grant(key, pages, head_room):
             return pb.NodeReport(grant=pb.Grant(room=room_to_wire(key), pages=pages, head_room=head_room))
-        case m.RoomFailed(key, phase, reason, retriable, code):
-            failed = pb.RoomFailed(room=room_to_wire(key), phase=phase, reason=reason, retriable=retriable, code=code)
+        case m.RoomFailed(key, phase, reason, retriable, code, cause):
+            room = room_to_wire(key)
+            failed = pb.RoomFailed(room=room, phase=phase, reason=reason, retriable=retriable, code=code, cause=cause)
             return pb.NodeReport(room_failed=failed)
         case m.RoomFenced(key, writer):
             return pb.NodeReport(room_fenced=pb.RoomFenced(room=room_to_wire(key), writer=identity_to_wire(writer)))
@@ -327,7 +330,8 @@ def report_from_wire(message: pb.NodeReport) -> m.Report | None:
         case "room_failed":
             failed = message.room_failed
             key, code = room_from_wire(failed.room), failed.code or "INTERNAL"
-            return m.RoomFailed(key, failed.phase, failed.reason, failed.retriable, code)
+            cause = _CAUSES.get(failed.cause, FailureCause.FAULT)
+            return m.RoomFailed(key, failed.phase, failed.reason, failed.retriable, code, cause)
         case "room_fenced":
             fenced = message.room_fenced
             return m.RoomFenced(room_from_wire(fenced.room), identity_from_wire(fenced.writer))

@@ -211,16 +211,20 @@ class TransferAgent:
     ) -> Write:
         """Post a write of whole pages, one list into the other; `notice` follows when they have landed.
 
-        A connection that broke while nothing was in progress is noticed only now: then a new one is tried, once.
         Raises UnknownPeer, or PeerDisconnected while writes on a broken connection are not all accounted for.
         """
         assert len(local_pages) == len(remote_pages) > 0
         ours, theirs = np.array(local_pages, dtype=np.int32), np.array(remote_pages, dtype=np.int32)
         with self._lock:
             peer = self._usable(identity)
-            write = self._post(peer, ours, theirs, notice)
-            if write.state is WriteState.FAILED and not peer.active:
-                write = self._post(self._usable(identity), ours, theirs, notice)
+            if not peer.active:
+                # A connection that broke meanwhile is noticed only when it is used: by this, and not by the pages.
+                # To post a write again would be no way: of the first one bytes may still land, when the room is over.
+                self._send(peer, GREETING)
+                peer = self._usable(identity)
+            write = Write(peer, self._nixl.make_prepped_xfer("WRITE", self._pages, ours, peer.pages, theirs, notice))
+            peer.active.add(write)
+            self._advance(write, self._nixl.transfer)
             return write
 
     def poll(self, write: Write) -> WriteState:
@@ -344,12 +348,6 @@ class TransferAgent:
 
     def _prepare(self, agent: str, memory: PoolMemory) -> Any:
         return self._nixl.prep_xfer_dlist(agent, page_descriptors(memory), memory_type(memory))
-
-    def _post(self, peer: _Peer, ours: Any, theirs: Any, notice: bytes) -> Write:
-        write = Write(peer, self._nixl.make_prepped_xfer("WRITE", self._pages, ours, peer.pages, theirs, notice))
-        peer.active.add(write)
-        self._advance(write, self._nixl.transfer)
-        return write
 
     def _send(self, peer: _Peer, notice: bytes) -> None:
         try:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError, Overloaded
-from engine.core.handoff import HandoffState
+from engine.core.handoff import FailureCause, HandoffState
 from engine.core.loop import Link, room_of
 from engine.core.messages import (
     Abort,
@@ -48,8 +48,6 @@ from unified_service.room import UnifiedRoom
 __all__ = ["UnifiedEngine"]
 
 log = logging.getLogger("kvrelay.unified")
-
-RETRACTED = "retracted: out of pages"
 
 
 class UnifiedEngine(PromptEngine[None]):
@@ -122,9 +120,15 @@ class UnifiedEngine(PromptEngine[None]):
         del self._rooms[room.key]
 
     def _fail(
-        self, room: UnifiedRoom, phase: HandoffState, reason: str, retriable: bool, code: str = KVRelayError.code
+        self,
+        room: UnifiedRoom,
+        phase: HandoffState,
+        reason: str,
+        retriable: bool,
+        code: str = KVRelayError.code,
+        cause: FailureCause = FailureCause.FAULT,
     ) -> None:
-        self.report_failed(room.link, room.key, phase, reason, retriable, code)
+        self.report_failed(room.link, room.key, phase, reason, retriable, code, cause)
         self._end(room, reason)
 
     # ---- what the scheduler asks ----
@@ -166,7 +170,9 @@ class UnifiedEngine(PromptEngine[None]):
             reason = f"out of pages: this node has {self._num_pages} pages of {self._page_size} tokens"
             self._fail(victim, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
         elif not self.may_wait(victim.request):
-            self._fail(victim, HandoffState.DECODING, RETRACTED, retriable=True)  # it would never be admitted again
+            # It would never be admitted again.
+            reason, cause = "retracted: out of pages", FailureCause.RETRACTED
+            self._fail(victim, HandoffState.DECODING, reason, retriable=True, cause=cause)
         else:
             self._retract(victim, victim.task(self._page_size))
 

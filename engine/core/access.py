@@ -89,6 +89,8 @@ def parse_api_keys(text: str) -> tuple[ApiKey, ...]:
                 key = _parse_entry(entry)
                 if key.name in keys:
                     raise ValueError(f"a second key of the name {key.name}")
+                if same := next((one.name for one in keys.values() if one.sha256 == key.sha256), None):
+                    raise ValueError(f"the key of {same} once more: whose call it shows could not be told")
                 keys[key.name] = key
             except ValueError as error:
                 problems.append(f"line {number}: {error}")

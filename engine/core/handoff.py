@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["HandoffEvent", "HandoffState", "advance"]
+__all__ = ["FailureCause", "HandoffEvent", "HandoffState", "advance"]
 
 
 class HandoffState(enum.IntEnum):
@@ -45,6 +45,14 @@ class HandoffEvent(enum.Enum):
     FINISHED = HandoffState.FINISHED
     FAILED = HandoffState.FAILED
     CANCELLED = HandoffState.CANCELLED
+
+
+class FailureCause(enum.StrEnum):
+    """Why a node gave up a room, as far as it decides what is done about it."""
+
+    FAULT = "fault"  # of one of its nodes, or of what is between them
+    RETRACTED = "retracted"  # a full node had to choose: nobody's
+    PEER_LEFT = "peer_left"  # the other node of the room was lost
 
 
 def advance(state: HandoffState, event: HandoffEvent) -> HandoffState | None:

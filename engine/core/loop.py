@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import KVRelayError
-from engine.core.handoff import HandoffState
+from engine.core.handoff import FailureCause, HandoffState
 from engine.core.journal import RoomJournal
 from engine.core.messages import (
     Abort,
@@ -194,11 +194,12 @@ class EngineLoop(abc.ABC, Generic[Event]):
         reason: str,
         retriable: bool,
         code: str = KVRelayError.code,
+        cause: FailureCause = FailureCause.FAULT,
     ) -> None:
         """Tell its front door, the journal, the log and the metrics that a live room has failed. The caller ends it."""
         self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
-        link.report(RoomFailed(key, phase.phase, reason, retriable, code))
+        link.report(RoomFailed(key, phase.phase, reason, retriable, code, cause))
         self.journal.failed(key, f"failed while {phase.phase}: {reason}")
 
     def integrity_problems(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.handoff import FailureCause
 from engine.core.journal import RoomRecord
 from engine.core.types import (
     PROTOCOL_VERSION,
@@ -179,6 +180,7 @@ class RoomFailed:
     reason: str
     retriable: bool = True
     code: str = "INTERNAL"  # name of the gRPC status the request ends with when it is not tried again
+    cause: FailureCause = FailureCause.FAULT
 
 
 @dataclass(frozen=True, slots=True)

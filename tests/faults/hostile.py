@@ -6,6 +6,7 @@ a valid one, so that what comes gets past the first checks; `payloads` makes byt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -53,13 +54,22 @@ _UNKNOWN = b"\xa2\x06\x02hi"  # field 100
 _GARBAGE = (b"\x00", b"\xff", b"\xff" * 11, b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 300, bytes(range(256)))
 
 
+# Made once each: to make a strategy costs more than to draw from it.
+_integers = functools.cache(st.integers)
+
+
+@functools.cache
+def _choice(options: tuple[T, ...]) -> st.SearchStrategy[T]:
+    return st.sampled_from(options)
+
+
 def _repeated(field: Any) -> bool:
     return bool(field.is_repeated)
 
 
 def _number(draw: st.DrawFn, low: int, high: int) -> int:
-    edges = [low, high, 0, 1, 2, 3, 5, 100, high // 2 + 1]
-    return draw(st.sampled_from(edges) | st.integers(low, high))
+    edges = (low, high, 0, 1, 2, 3, 5, 100, high // 2 + 1)
+    return draw(_integers(low, high)) if draw(_integers(0, 1)) else draw(_choice(edges))
 
 
 def _value(draw: st.DrawFn, field: Any, depth: int) -> Any:
@@ -70,13 +80,13 @@ def _value(draw: st.DrawFn, field: Any, depth: int) -> Any:
         case FieldDescriptor.CPPTYPE_BOOL:
             return draw(st.booleans())
         case FieldDescriptor.CPPTYPE_ENUM:
-            return draw(st.integers(-1, len(field.enum_type.values)) | st.just(2**31 - 1))
+            return draw(_choice((*range(-1, len(field.enum_type.values) + 1), 2**31 - 1)))
         case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
-            return draw(st.sampled_from(_FLOATS))
+            return draw(_choice(_FLOATS))
         case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
-            return draw(st.sampled_from(_BYTES))
+            return draw(_choice(_BYTES))
         case FieldDescriptor.CPPTYPE_STRING:
-            return draw(st.sampled_from(_TEXTS))
+            return draw(_choice(_TEXTS))
         case kind:
             return _number(draw, *_INTS[kind])
 
@@ -90,9 +100,9 @@ def _fill(draw: st.DrawFn, message: Message, field: Any, depth: int) -> None:
         else:
             setattr(message, field.name, _value(draw, field, depth))
         return
-    items = [_value(draw, field, depth) for _ in range(draw(st.sampled_from((0, 1, 1, 2, 3))))]
+    items = [_value(draw, field, depth) for _ in range(draw(_choice((0, 1, 1, 2, 3))))]
     small = items and field.cpp_type not in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
-    if small and draw(st.integers(0, 15)) == 0:
+    if small and draw(_integers(0, 15)) == 0:
         items *= LARGE // len(items)  # a few drawn numbers, very many times
     getattr(message, field.name).extend(items)
 
@@ -117,14 +127,14 @@ def _change(draw: st.DrawFn, message: Message, depth: int) -> None:
     if not fields or depth == 0:
         return
     set_now: list[Any] = [field for field, _ in message.ListFields()]
-    of_those = bool(set_now) and draw(st.integers(0, 3)) > 0
+    of_those = bool(set_now) and draw(_integers(0, 3)) > 0
     field = draw(st.sampled_from(set_now if of_those else fields))
     deeper: list[Any] = []
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE and field in set_now:
         deeper = list(getattr(message, field.name)) if _repeated(field) else [getattr(message, field.name)]
-    if deeper and draw(st.integers(0, 4)) > 0:
+    if deeper and draw(_integers(0, 4)) > 0:
         _change(draw, draw(st.sampled_from(deeper)), depth - 1)
-    elif draw(st.integers(0, 5)) == 0:
+    elif draw(_integers(0, 5)) == 0:
         message.ClearField(field.name)
     else:
         _fill(draw, message, field, depth)
@@ -135,7 +145,7 @@ def near(draw: st.DrawFn, valid: M) -> M:
     """A valid message with up to three things changed."""
     message = type(valid)()
     message.CopyFrom(valid)
-    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 3)))):
+    for _ in range(draw(_choice((0, 1, 1, 1, 2, 3)))):
         _change(draw, message, DEPTH)
     return message
 
@@ -143,21 +153,22 @@ def near(draw: st.DrawFn, valid: M) -> M:
 @st.composite
 def payloads(draw: st.DrawFn, kind: type[Message], valid: Sequence[Message] = (), oversized: int = 0) -> bytes:
     """Bytes of a message: nearly valid, of any content, or no message at all; rarely more than `oversized` of them."""
-    choice = draw(st.integers(0, 99))
+    choice = draw(_integers(0, 99))
     if choice == 0 and oversized:
         return b"\x00" * (oversized + 1)
     if choice < 8:
-        return draw(st.sampled_from(_GARBAGE))
+        return draw(_choice(_GARBAGE))
+    data: bytes
     if valid and choice < 90:
         data = draw(near(draw(st.sampled_from(tuple(valid))))).SerializeToString()
     else:
         data = draw(messages(kind)).SerializeToString()
-    match draw(st.integers(0, 19)):
+    match draw(_integers(0, 19)):
         case 0:
-            return data[: draw(st.integers(0, len(data)))]
+            return data[: draw(_integers(0, len(data)))]
         case 1 if data:
-            at = draw(st.integers(0, min(len(data), 400) - 1))
-            return data[:at] + bytes([data[at] ^ draw(st.integers(1, 255))]) + data[at + 1 :]
+            at = draw(_integers(0, min(len(data), 400) - 1))
+            return data[:at] + bytes([data[at] ^ draw(_integers(1, 255))]) + data[at + 1 :]
         case 2:
             return data + _UNKNOWN
     return data
@@ -196,13 +207,13 @@ def calls(
 ) -> Call:
     """streams: it takes several messages. endless: the server does not end it."""
     count = draw(st.sampled_from((0, 1, 2, 3) if streams else (1,) * 14 + (0, 2)))
-    half_close = bool(draw(st.integers(0, 7)))
+    half_close = bool(draw(_integers(0, 7)))
     patience = draw(st.sampled_from((None, None, None, 0.0, 0.001, 0.02)))
     # grpc itself never answers a call of a unary method that ends before its one message: its client has to give up.
     if patience is None and (endless or not half_close or not (streams or count)):
         patience = 0.05
     made = tuple(draw(payload) for _ in range(count))
-    return Call(method, made, draw(st.sampled_from(_METADATA)), half_close, patience)
+    return Call(method, made, draw(_choice(_METADATA)), half_close, patience)
 
 
 def each(strategy: st.SearchStrategy[T], examples: int, start: int, check: Callable[[T], None]) -> None:

@@ -61,7 +61,7 @@ pytestmark = pytest.mark.timeout(600)  # 20 s of work each, on a machine that ot
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 MAX_MESSAGE = 1 << 18
 HANG_S = 15.0
-AT_ONCE, ROUND = 12, 100  # calls, examples
+AT_ONCE, ROUND = 12, 60  # calls, examples
 SLACK_TASKS = 16  # of the good clients, who go on
 CLIENTS_OWN = "Internal error from Core"  # grpc.aio's client, of a message it had not sent when the call ended
 RSS_GROWTH = 64 << 20
@@ -172,7 +172,7 @@ class Traffic:
                 await reply.to_end()
                 assert reply.token_ids == right, "a good client got another answer"
                 self.answered += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
 
     async def _modest(self, reply: Reply, right: list[int]) -> None:
         """It may meet a hostile node, and then end in any way, but it must end; and by itself."""
@@ -228,15 +228,14 @@ class Footprint:
     tasks: int
     threads: int
     files: int
-    nodes: int
-    rss: int
+    rss: int  # bytes
 
     @classmethod
-    def now(cls, cluster: FrontCluster) -> Footprint:
-        gc.collect()
+    def now(cls) -> Footprint:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        files = len(os.listdir("/proc/self/fd"))
-        return cls(len(asyncio.all_tasks()), threading.active_count(), files, len(cluster.front.registry), resident)
+        # Without those by which grpc.aio's client waits for ever for calls that were cancelled before they began.
+        tasks = [one for one in asyncio.all_tasks() if "_AioCall" not in repr(one.get_coro())]
+        return cls(len(tasks), threading.active_count(), len(os.listdir("/proc/self/fd")), resident)
 
     def within(self, before: Footprint) -> bool:
         """Whether everything is back that can be counted."""
@@ -341,8 +340,9 @@ class House:
         self.cluster.front.check_integrity()
         assert not self.cluster.server._admin._awaited, "questions of operators are forgotten"
         if before is not None:
-            await assert_soon(lambda: Footprint.now(self.cluster).within(before), f"no more than {before}")
-        return Footprint.now(self.cluster)
+            await assert_soon(lambda: Footprint.now().within(before), f"no more than {before}")
+        gc.collect()
+        return Footprint.now()
 
     async def _end(self) -> None:
         await self.traffic.end()
@@ -579,8 +579,8 @@ def fuzz(house: House, start: int, rounds: int, batches: st.SearchStrategy[list[
 
 def test_whatever_is_called_ends_with_a_status_and_leaves_nothing(tmp_path: Path) -> None:
     with House(tmp_path) as house:
-        fuzz(house, 100, 5, any_calls(), house.call)
-        print('MESSAGES', house.messages, house.traffic.answered)
+        fuzz(house, 100, 8, any_calls(), house.call)
+        print("MESSAGES", house.messages, house.traffic.answered)
         assert house.messages > 5000
         assert house.traffic.answered > 100
 
@@ -592,7 +592,7 @@ def test_a_hostile_node_hurts_its_own_rooms_only(tmp_path: Path) -> None:
             await (house.play(made) if isinstance(made, Play) else house.call(made))
 
         fuzz(house, 200, 4, companies(), one)
-        print('MESSAGES', house.messages, house.traffic.answered, house.traffic.modest)
+        print("MESSAGES", house.messages, house.traffic.answered, house.traffic.modest)
         assert house.messages > 4000
         assert house.traffic.answered > 100
         assert house.traffic.modest["OK"] > 100

@@ -11,6 +11,7 @@ from bootstrap.registry import Node, Registry
 from bootstrap.requests import Ask, LiveRequest
 from engine.core.clock import ManualClock
 from engine.core.errors import KVRelayError
+from engine.core.handoff import FailureCause
 from engine.core.messages import (
     Command,
     Grant,
@@ -20,6 +21,7 @@ from engine.core.messages import (
     Registration,
     Report,
     Reserve,
+    RoomFailed,
     StepOutput,
     Submit,
 )
@@ -27,7 +29,7 @@ from engine.core.metrics import FrontDoorMetric, Metrics
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import NodeIdentity, PageLayout, PoolMemory, Role, RoomKey, TokenOutput
 
-__all__ = ["FINGERPRINT", "MODEL", "PAGE", "House", "RecordingLink", "ask", "registration", "token"]
+__all__ = ["FINGERPRINT", "MODEL", "PAGE", "House", "RecordingLink", "ask", "registration", "retracted", "token"]
 
 MODEL, FINGERPRINT, PAGE = "tiny", "f" * 32, 4
 SERVING = NodeStats(pages_total=100, pages_free=100, head_room=400, serving=True)
@@ -82,6 +84,11 @@ def registration(
         max_running=max_running,
         protocol_version=protocol_version,
     )
+
+
+def retracted(key: RoomKey) -> RoomFailed:
+    """What a node without pages says of the room that has to give way."""
+    return RoomFailed(key, "decoding", "retracted: out of pages", cause=FailureCause.RETRACTED)
 
 
 def ask(

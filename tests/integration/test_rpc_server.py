@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import re
@@ -300,6 +301,36 @@ async def test_stopping_is_said_before_it_is_done(server: RpcServer, channel: gr
     waiting.cancel()
     await stopping
     assert (await failure(call(channel, "unary_unary", text("late")))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_handler_that_learns_late_of_the_stop_made_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    reading, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def late(requests: AsyncIterator[StringValue], context: Any) -> StringValue:
+        try:
+            await anext(requests)
+            reading.set()
+            while not stopped.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await stopped.wait()
+            return await anext(requests)
+        finally:
+            ended.set()
+
+    def add_late(server: grpc.aio.Server) -> None:
+        handler = grpc.stream_unary_rpc_method_handler(late, StringValue.FromString, StringValue.SerializeToString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"late": handler}),))
+
+    server = RpcServer("127.0.0.1:0", (SERVICE,), add_late)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel, asyncio.timeout(10):
+        invoke: Any = channel.stream_unary(f"/{SERVICE}/late", None, StringValue.FromString)
+        await invoke().write(text("first"))
+        await reading.wait()
+        await server.stop(0)
+        stopped.set()
+        await ended.wait()
+    assert "handler failed" not in caplog.text
 
 
 async def test_reflection_lists_what_is_served(channel: grpc.aio.Channel) -> None:

@@ -72,6 +72,11 @@ def test_every_mistake_in_a_keys_file_is_listed_and_none_is_quoted() -> None:
     assert B[1:] not in str(caught.value)
 
 
+def test_one_key_is_of_one_name() -> None:
+    with pytest.raises(ValueError, match="line 2: the key of alice once more"):
+        parse_api_keys(f"alice {A}\nroot {A} admin\n")
+
+
 @pytest.mark.parametrize("text", ["", "# none yet\n", " , "])
 def test_no_key_at_all_is_a_mistake_and_not_an_open_door(text: str) -> None:
     assert list(BootstrapAccess(api_keys=text).problems()) == ["api_keys: no key in it"]

@@ -459,6 +459,6 @@ def test_mistakes_are_found_before_anything_starts() -> None:
 def test_address_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use.*--address 127"):
         claim_address(f"127.0.0.1:{taken.getsockname()[1]}")
-    for wrong in ("nowhere", "127.0.0.1:x", "127.0.0.1:99999"):
-        with pytest.raises(ConfigError, match="--address"):
+    for wrong in ("nowhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match=r"--address: .*allowed: host:port, a port of 0 to 65535"):
             claim_address(wrong)

@@ -21,7 +21,7 @@ from engine.core.errors import (
 from engine.core.messages import Abort, Drain, Heartbeat, NodeStats, PeerLeft, RoomFailed, RoomQuiesced, WriterQuiesced
 from engine.core.sampling import FinishReason
 from engine.core.types import Role, RoomKey
-from tests.helpers.front_door import House, ask, token
+from tests.helpers.front_door import House, ask, retracted, token
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_retractions_without_a_token_do_not_go_on_for_ever() -> None:
     for _ in range(3):
         assert not request.ended
         house.grant(decode, key_of(request))
-        house.report(decode, RoomFailed(key_of(request), "decoding", "retracted: out of pages"))
+        house.report(decode, retracted(key_of(request)))
     assert request.ended
 
 
@@ -275,7 +275,7 @@ def test_retraction_is_no_failure() -> None:
     for _ in range(5):
         key = house.grant(decode, key_of(request))
         house.output(prefill, token(key, len(request.output)))
-        house.front.on_report(decode, RoomFailed(key, "decoding", "retracted: out of pages"))
+        house.front.on_report(decode, retracted(key))
         house.check()
     assert not request.ended
     assert request.attempts == 6

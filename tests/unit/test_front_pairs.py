@@ -12,6 +12,7 @@ from bootstrap.pairs import FAILURES, FIRST_REST_S, MAX_REST_S, Pairs
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest
 from engine.core.clock import ManualClock
+from engine.core.handoff import FailureCause
 from engine.core.messages import Heartbeat, RoomFailed
 from engine.core.metrics import FrontDoorMetric
 from engine.core.sampling import FinishReason
@@ -280,23 +281,23 @@ def test_a_transfer_that_takes_too_long_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "reason", "retriable"),
+    ("phase", "cause", "retriable"),
     [
-        ("transferring", "decode node decode-1 left", True),
-        ("decoding", "retracted: out of pages", True),
-        ("prefilling", "internal error, incident 1", False),
-        ("transferring", "internal error, incident 1", False),
-        ("prefilling", "no memory", True),
+        ("transferring", FailureCause.PEER_LEFT, True),
+        ("decoding", FailureCause.RETRACTED, True),
+        ("prefilling", FailureCause.FAULT, False),
+        ("transferring", FailureCause.FAULT, False),
+        ("prefilling", FailureCause.FAULT, True),
     ],
 )
-def test_what_one_side_fails_at_by_itself_does_not_count(phase: str, reason: str, retriable: bool) -> None:
+def test_what_one_side_fails_at_by_itself_does_not_count(phase: str, cause: FailureCause, retriable: bool) -> None:
     links = Links(prefills=1, decodes=1)
     for number in range(FAILURES):
         request = links.house.submit(ask(f"r{number}"))
         prefill, decode = links.pair_of(request)
         assert request.attempt is not None
         links.house.grant(decode)
-        links.house.report(prefill, RoomFailed(request.attempt.key, phase, reason, retriable))
+        links.house.report(prefill, RoomFailed(request.attempt.key, phase, "why", retriable, cause=cause))
         if not request.ended:
             links.house.front.stop(request, FinishReason.ABORT, "enough")
     assert links.set_aside() == 0

@@ -10,9 +10,9 @@ from bootstrap.config import BootstrapConfig
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest
 from engine.core.errors import DeadlineExceeded, Overloaded
-from engine.core.messages import Abort, Heartbeat, NodeStats, RoomFailed, WriterQuiesced
+from engine.core.messages import Abort, Heartbeat, NodeStats, WriterQuiesced
 from engine.core.types import Role
-from tests.helpers.front_door import House, ask, token
+from tests.helpers.front_door import House, ask, retracted, token
 
 FULL = NodeStats(pages_total=100, pages_held=100, head_room=0, running=3, serving=True)
 
@@ -164,7 +164,7 @@ def test_what_fitted_at_arrival_fits_when_it_goes_on(house: House, prefill: Node
         _play(house, request, prefill, decode, tokens)
         made += tokens
         assert request.attempt is not None
-        house.report(decode, RoomFailed(request.attempt.key, "decoding", "retracted: out of pages"))
+        house.report(decode, retracted(request.attempt.key))
         house.advance(0.1, prefill, decode)
         assert request.error is None
         assert house.reserved(decode)[-1].reservation.first_index == made
@@ -196,7 +196,7 @@ def test_nor_does_what_outgrows_the_prefill_nodes_wait(house: House) -> None:
     house.front.leave(large, "gone")
     _wait(house, 5, small, decode)
     assert request.attempt is not None
-    house.report(decode, RoomFailed(request.attempt.key, "decoding", "retracted: out of pages"))
+    house.report(decode, retracted(request.attempt.key))
     house.advance(0.1, small, decode)
     assert isinstance(request.error, Overloaded)
     assert "retracted" in str(request.error)

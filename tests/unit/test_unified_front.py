@@ -22,7 +22,7 @@ from engine.core.messages import (
 from engine.core.page_keys import page_keys
 from engine.core.sampling import FinishReason
 from engine.core.types import Role, RoomKey
-from tests.helpers.front_door import House, ask, token
+from tests.helpers.front_door import House, ask, retracted, token
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_retracted_room_may_come_back_to_the_same_node(house: House, node: Nod
     request = house.submit(ask(max_new_tokens=9))
     key = admit(house, request)
     house.output(node, token(key, 0))
-    house.report(node, RoomFailed(key, "decoding", "retracted: out of pages"))
+    house.report(node, retracted(key))
     assert where(request) is node
     assert house.submitted(node)[-1].task.first_index == 1
 

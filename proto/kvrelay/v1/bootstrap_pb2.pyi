@@ -96,18 +96,20 @@ class Grant(_message.Message):
     def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., head_room: _Optional[int] = ...) -> None: ...
 
 class RoomFailed(_message.Message):
-    __slots__ = ("room", "phase", "reason", "retriable", "code")
+    __slots__ = ("room", "phase", "reason", "retriable", "code", "cause")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRIABLE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     room: Room
     phase: str
     reason: str
     retriable: bool
     code: str
-    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., phase: _Optional[str] = ..., reason: _Optional[str] = ..., retriable: _Optional[bool] = ..., code: _Optional[str] = ...) -> None: ...
+    cause: str
+    def __init__(self, room: _Optional[_Union[Room, _Mapping]] = ..., phase: _Optional[str] = ..., reason: _Optional[str] = ..., retriable: _Optional[bool] = ..., code: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class RoomFenced(_message.Message):
     __slots__ = ("room", "writer")
