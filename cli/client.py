@@ -150,6 +150,10 @@ class Client:
             try:
                 return self._stream(asked, partial, retry, until)
             except KVRelayError as error:
+                if retry.lost and isinstance(error, AlreadyExists):
+                    # Our own stream, whose end this front door has not noticed yet.
+                    with contextlib.suppress(grpc.RpcError):
+                        self.generation.Abort(pb.AbortRequest(request_id=asked.request_id), timeout=CALL_TIMEOUT_S)
                 self._go_on(retry, error, until)
 
     def model(self) -> pb.GetModelResponse:
@@ -170,7 +174,8 @@ class Client:
         try:
             with self.errors():
                 for response in call:
-                    retry.progress()
+                    if not response.HasField("started"):  # that alone brings an answer no nearer to its end
+                        retry.progress()
                     if (answer := partial.take(response)) is not None:
                         return answer
         finally:
@@ -236,7 +241,7 @@ class Retry:
     def __init__(self, front_doors: int, clock: Clock = monotonic):
         self._front_doors = front_doors
         self._clock = clock
-        self._lost = False  # one that had been reached
+        self.lost = False  # one that had been reached
         self._failed = 0  # tries in a row that brought nothing
         self._since = 0.0  # when the first of these failed
 
@@ -250,14 +255,14 @@ class Retry:
         soon = isinstance(error, AlreadyExists | Overloaded) or (
             isinstance(error, Unavailable) and error.retry_after is not None
         )
-        if not gone and not (soon and self._lost):
+        if not gone and not (soon and self.lost):
             return None
-        self._lost = self._lost or (gone and error.reason != UNREACHABLE)
+        self.lost = self.lost or (gone and error.reason != UNREACHABLE)
         if self._failed == 0:
             self._since = self._clock()
         self._failed += 1
         rounds, further = divmod(self._failed, self._front_doors)
-        if rounds and not (self._lost and self._clock() - self._since < PATIENCE_S):
+        if rounds and not (self.lost and self._clock() - self._since < PATIENCE_S):
             return None
         return 0.0 if further else min(FIRST_BACKOFF_S * 2.0 ** (rounds - 1), MAX_BACKOFF_S)
 

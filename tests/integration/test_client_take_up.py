@@ -16,6 +16,7 @@ from engine.core.messages import Grant, Reserve, RoomFailed, Submit
 from engine.core.sampling import FinishReason
 from engine.core.types import RoomKey, TokenOutput
 from kvrelay.v1.generation_pb2 import GenerateRequest
+from kvrelay.v1.types_pb2 import FINISH_REASON_ABORT
 from tests.helpers.cluster import free_port
 from tests.helpers.front_cluster import PATIENCE_S, FrontCluster, assert_soon, front_cluster, text_tokens
 from tests.helpers.stub_node import StubNode
@@ -151,7 +152,7 @@ async def test_the_same_front_door_come_back(tmp_path: Path) -> None:
         assert (await asking.answer()).text == TEXT
 
 
-async def test_a_stream_that_has_not_ended_yet_is_waited_for(doors: tuple[FrontCluster, FrontCluster]) -> None:
+async def test_a_stream_that_has_not_ended_yet_is_ended(doors: tuple[FrontCluster, FrontCluster]) -> None:
     a, b = doors
     nodes_a, nodes_b = await a.pair(), await b.pair()
     stale = b.generate(request_id="same")
@@ -160,9 +161,11 @@ async def test_a_stream_that_has_not_ended_yet_is_waited_for(doors: tuple[FrontC
     asking = Asking(address(a), address(b), request_id="same")
     await write(a, nodes_a, 0, HALF)
     await asking.shows(text_of(a, HALF))
+    assert len(b.front.requests) == 1
     await cut(a)
-    await assert_soon(lambda: len(b.front.requests) == 1, "the stale stream lives")
-    stale.call.cancel()
+    await stale.to_end()
+    assert stale.finished is not None
+    assert stale.finished.reason == FINISH_REASON_ABORT
     await write(b, nodes_b, HALF, 100)
     assert (await asking.answer()).text == TEXT
 
