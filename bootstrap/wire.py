@@ -143,11 +143,12 @@ def options_from_wire(message: generation_pb2.GenerateRequest) -> AnswerOptions:
 # ---- answers ----
 
 
-def started_to_wire(request: LiveRequest) -> generation_pb2.GenerateResponse:
+def started_to_wire(request: LiveRequest, fingerprint: str) -> generation_pb2.GenerateResponse:
     started = generation_pb2.Started(
         request_id=request.ask.request_id,
         prompt_tokens=len(request.ask.token_ids),
         cached_tokens=request.cached_tokens or 0,
+        fingerprint=fingerprint,
     )
     return generation_pb2.GenerateResponse(started=started)
 

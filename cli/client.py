@@ -147,6 +147,7 @@ class Client:
         while True:
             del asked.resumed_token_ids[:]
             asked.resumed_token_ids.extend(partial.token_ids)
+            asked.fingerprint = partial.started.fingerprint if partial.started else request.fingerprint
             try:
                 return self._stream(asked, partial, retry, until)
             except KVRelayError as error:

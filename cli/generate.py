@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +31,17 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _seconds(text: str) -> float:
+    """Parser of a time from now."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 _UINT32, _UINT64, _SINT32 = _whole(0, 2**32 - 1), _whole(0, 2**64 - 1), _whole(-(2**31), 2**31 - 1)
@@ -80,7 +92,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ttft-target", type=float, metavar="SECONDS", help="first token wanted within so long (policy slack)"
     )
-    group.add_argument("--deadline", type=float, metavar="SECONDS", help="give up after so long")
+    group.add_argument("--deadline", type=_seconds, metavar="SECONDS", help="give up after so long")
     group.add_argument("--timing", action="store_true", help="print where the time went (to stderr)")
     add_arguments(parser, ClientConfig)
 

@@ -138,9 +138,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
                     self._rooms[task.key] = _Room(request, link)
             case Granted(key):
                 if (room := self._rooms.get(key)) is not None:
-                    room.grant = item
-                    if self._scheduler.grant(key) is not None:
-                        self._passes.waits(key)
+                    self._granted(room, item)
             case Abort(key, reason):
                 assert link is not None
                 if (room := self._rooms.get(key)) is None:  # ended, or never here: either way nothing is being written
@@ -179,6 +177,16 @@ class PrefillEngine(PromptEngine[SenderEvent]):
                 link.report(RoomQuiesced(key))
             case _ if (room := room_of(item)) is not None:
                 self._fail(room, HandoffState.PREFILLING, reason, retriable=False)
+
+    def _granted(self, room: _Room, granted: Granted) -> None:
+        """A decode node's pages, as it says: too few would fail the pass, and with it all others' rooms."""
+        key, needed = granted.key, self._device.layout.pages_for(len(room.request.task.token_ids))
+        if len(granted.pages) != needed:
+            reason = f"{len(granted.pages)} pages were granted on {granted.peer.node_id}, {needed} are needed"
+            self._fail(key, HandoffState.QUEUED, reason, retriable=True)
+        elif self._scheduler.grant(key) is not None:
+            room.grant = granted
+            self._passes.waits(key)
 
     def _abort(self, key: RoomKey, why: str) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""

@@ -143,6 +143,12 @@ class GenerationServicer(pb_grpc.GenerationServicer):
                 model=message.model,
                 served=self._model.name,
             )
+        if message.fingerprint not in ("", self._model.fingerprint):
+            raise NotFound(
+                f"the model served here has the same name and another fingerprint, {self._model.fingerprint}",
+                reason="OTHER_FINGERPRINT",
+                served=self._model.fingerprint,
+            )
         sampling = wire.sampling_from_wire(message.sampling)
         options = wire.options_from_wire(message)
         ttft_target = wire.ttft_target_from_wire(message)
@@ -210,7 +216,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             tokens = live.take()
             if not started and (live.cached_tokens is not None or tokens or live.finish):
                 started = True
-                yield wire.started_to_wire(live)
+                yield wire.started_to_wire(live, self._model.fingerprint)
             if tokens:
                 piece = wire.piece_to_wire(answer.extend(tokens))
                 if piece is not None:

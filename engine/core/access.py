@@ -179,7 +179,7 @@ class BootstrapAccess:
     )
     api_keys_file: Path | None = option(None, "file of such lines; `kvrelay key` makes them")
     client_rate: float | None = option(
-        None, "a client may begin so many calls a second, in the long run; none: no limit", low=0.001
+        None, "Generate and (de)tokenize calls a second of one client, in the long run; none: no limit", low=0.001
     )
     client_burst: int = option(10, "with client_rate: so many at once after a pause", low=1)
     client_concurrency: int | None = option(None, "live Generate calls of one client; none: no limit", low=1)
@@ -202,6 +202,9 @@ class BootstrapAccess:
     def listen_problems(self, listen: str) -> Iterator[str]:
         """Why the bootstrap service must not listen there."""
         if self.insecure_listen or (self.join_token and self.api_keys) or is_loopback(listen):
+            return
+        if not listen.rpartition(":")[0]:
+            yield f"listen is {listen!r}; allowed: host:port"
             return
         told = f"listen is {listen!r}, which others may reach"
         if not self.join_token:

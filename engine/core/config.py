@@ -142,7 +142,7 @@ class _Option:
 
     def parse(self, value: object) -> object:
         """Value of the field's type from a flag's or variable's text or a TOML value; ValueError says what is wrong."""
-        if self.optional and isinstance(value, str) and value.lower() == "none":
+        if self.optional and not self.declared.secret and isinstance(value, str) and value.lower() == "none":
             return None
         if not self.many:
             return self._item(value)

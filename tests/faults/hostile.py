@@ -157,12 +157,13 @@ def payloads(draw: st.DrawFn, kind: type[Message], valid: Sequence[Message] = ()
     if choice == 0 and oversized:
         return b"\x00" * (oversized + 1)
     if choice < 8:
-        return draw(_choice(_GARBAGE))
-    data: bytes
+        garbage: bytes = draw(_choice(_GARBAGE))
+        return garbage
     if valid and choice < 90:
-        data = draw(near(draw(st.sampled_from(tuple(valid))))).SerializeToString()
+        message: Message = draw(near(draw(st.sampled_from(tuple(valid)))))
     else:
-        data = draw(messages(kind)).SerializeToString()
+        message = draw(messages(kind))
+    data = bytes(message.SerializeToString())
     match draw(_integers(0, 19)):
         case 0:
             return data[: draw(_integers(0, len(data)))]

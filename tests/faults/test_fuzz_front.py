@@ -61,7 +61,7 @@ pytestmark = pytest.mark.timeout(600)  # 20 s of work each, on a machine that ot
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 MAX_MESSAGE = 1 << 18
 HANG_S = 15.0
-AT_ONCE, ROUND = 12, 60  # calls, examples
+AT_ONCE, ROUND = 24, 30  # calls, examples
 SLACK_TASKS = 16  # of the good clients, who go on
 CLIENTS_OWN = "Internal error from Core"  # grpc.aio's client, of a message it had not sent when the call ended
 RSS_GROWTH = 64 << 20
@@ -234,7 +234,9 @@ class Footprint:
     def now(cls) -> Footprint:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         # Without those by which grpc.aio's client waits for ever for calls that were cancelled before they began.
-        tasks = [one for one in asyncio.all_tasks() if "_AioCall" not in repr(one.get_coro())]
+        tasks = [
+            one for one in asyncio.all_tasks() if "_AioCall" not in str(getattr(one.get_coro(), "__qualname__", ""))
+        ]
         return cls(len(tasks), threading.active_count(), len(os.listdir("/proc/self/fd")), resident)
 
     def within(self, before: Footprint) -> bool:
@@ -555,8 +557,8 @@ def plays(draw: st.DrawFn) -> Play:
 @st.composite
 def companies(draw: st.DrawFn) -> list[Play | Call]:
     """Some nodes, and clients whose requests they may get."""
-    generate = draw(st.lists(CALLS[0], min_size=3, max_size=3))
-    return [*(draw(plays()) for _ in range(6)), *generate]
+    generate = draw(st.lists(CALLS[0], min_size=6, max_size=6))
+    return [*(draw(plays()) for _ in range(12)), *generate]
 
 
 def fuzz(house: House, start: int, rounds: int, batches: st.SearchStrategy[list[Any]], one: Any) -> None:

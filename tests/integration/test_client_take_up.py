@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ async def test_a_stream_that_has_not_ended_yet_is_ended(doors: tuple[FrontCluste
     assert stale.finished.reason == FINISH_REASON_ABORT
     await write(b, nodes_b, HALF, 100)
     assert (await asking.answer()).text == TEXT
+
+
+async def test_another_model_of_the_same_name_does_not_go_on(doors: tuple[FrontCluster, FrontCluster]) -> None:
+    a, b = doors
+    nodes_a, nodes_b = await a.pair(), await b.pair()
+    generation = b.server._generation
+    generation._model = replace(generation._model, fingerprint="e" * 32)
+    asking = Asking(address(a), address(b))
+    await write(a, nodes_a, 0, HALF)
+    await asking.shows(text_of(a, HALF))
+    await cut(a)
+    error = await asking.error()
+    assert (error.code, error.reason) == ("NOT_FOUND", "OTHER_FINGERPRINT")
+    assert await nodes_b[0].has_no(Submit)
 
 
 async def test_what_was_answered_with_an_error_is_not_asked_elsewhere(doors: tuple[FrontCluster, FrontCluster]) -> None:

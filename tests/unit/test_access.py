@@ -120,6 +120,7 @@ def test_listening_to_others_needs_token_and_keys_or_a_word() -> None:
     assert problems(api_keys=keys) == both[:1]
     assert problems(api_keys=keys, join_token="x") == []
     assert problems(insecure_listen="true") == []
+    assert problems("7070") == ["listen is '7070'; allowed: host:port"]
 
 
 # ---- TLS files ----

@@ -348,6 +348,8 @@ def test_nobody_listens(capsys: Capture) -> None:
         ["generate", "hi", "--token-ids", "1"],
         ["generate", "--token-ids", "-1"],
         ["generate", "hi", "--top-k", "-1"],
+        ["generate", "hi", "--deadline", "nan"],
+        ["generate", "hi", "--deadline", "-1"],
         ["generate", "hi", "--priority", str(2**31)],
         ["up", "--prefill", "0"],
     ],

@@ -179,6 +179,7 @@ def guarded(env: dict[str, str] | None = None, file: Path | None = None, **flags
 def test_a_secret_comes_from_the_environment_a_toml_file_or_a_file_of_its_own(tmp_path: Path) -> None:
     assert guarded().token is None
     assert guarded({"KVRELAY_TOKEN": "sesame"}).token == "sesame"
+    assert guarded({"KVRELAY_TOKEN": "none"}).token == "none", "a bad secret, but not no secret"
     toml, own = tmp_path / "node.toml", tmp_path / "token"
     toml.write_text('token = "sesame"\n')
     assert guarded(file=toml).token == "sesame"

@@ -28,7 +28,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "priority", "routing_key", "cache_salt", "response", "ttft_target_seconds", "resumed_token_ids")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "priority", "routing_key", "cache_salt", "response", "ttft_target_seconds", "resumed_token_ids", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GenerateRequest(_message.Message):
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -55,7 +56,8 @@ class GenerateRequest(_message.Message):
     response: ResponseOptions
     ttft_target_seconds: float
     resumed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., ttft_target_seconds: _Optional[float] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., ttft_target_seconds: _Optional[float] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "skip_special_tokens")
@@ -80,14 +82,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "cached_tokens")
+    __slots__ = ("request_id", "prompt_tokens", "cached_tokens", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "token_ids", "text", "logprobs")
