@@ -31,7 +31,7 @@ NODE_FLAGS = ("--page-size", "4", "--num-pages", "384")
 PREFILL_FLAGS = ("--chunk-size", "32")
 DECODE_FLAGS = ("--reserved-decode-tokens", "16")
 SOON_S = 20.0  # far below every phase deadline that is not set shorter
-ROUNDS = 6  # of the load, in which a fault must find its point
+ROUNDS = 12  # of the load, in which a fault must find its point
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 

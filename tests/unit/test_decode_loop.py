@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,6 +215,29 @@ def test_a_room_begins_once(d: Decode, link: RecordingLink, writer: LocalNode) -
     d.turn()
     assert d.stats.idle
     assert len(link.of(Grant)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_tokens": 0},
+        {"first_index": 6},
+        {"sampling": SamplingParams(temperature=math.nan)},
+        {"sampling": SamplingParams(presence_penalty=1.0)},
+        {"history": (10_000,) * 6},
+        {"stopping": StoppingParams(max_new_tokens=0)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_would_fail_the_step_is_refused(
+    d: Decode, link: RecordingLink, writer: LocalNode, wrong: dict[str, Any]
+) -> None:
+    """A front door that is wrong about one room must not cost the others, which share its step."""
+    asked = reserve(writer, prompt=6)
+    d.tell(link, Reserve(replace(asked.reservation, **wrong)))
+    (refused,) = link.of(RoomFailed)
+    assert (refused.key, refused.code, refused.retriable) == (key_of(asked), "INVALID_ARGUMENT", False)
+    assert d.stats.idle
 
 
 def test_more_than_fits_waits_in_order(d: Decode, link: RecordingLink, writer: LocalNode) -> None:

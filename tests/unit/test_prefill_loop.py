@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,35 @@ def test_a_request_is_explained_while_it_lives_and_afterwards(
     times = [event.time for event in ended.events]
     assert times == sorted(times)
     assert times[2] < ended.chunks[0].time < ended.chunks[-1].time < times[3]
+
+
+@pytest.mark.parametrize("pages", [(), (0,), (0, 1, 2, 3)])
+def test_a_grant_of_another_number_of_pages_costs_its_own_room_only(
+    p: Prefill, link: RecordingLink, grants: Pages, pages: tuple[int, ...]
+) -> None:
+    """However wrong a decode node is, others' rooms share the pass."""
+    wrong, sound = submit(prompt(2 * PAGE + 1)), submit(prompt(2 * PAGE + 1))
+    granted = grants.grant(sound)
+    p.tell(link, wrong, sound, Granted(key_of(wrong), granted.peer, pages), granted)
+    (failed,) = link.of(RoomFailed)
+    assert (failed.key, failed.retriable) == (key_of(wrong), True)
+    p.until(lambda: bool(link.tokens(key_of(sound))), "the other one goes on")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        submit((3, 10_000, 4)),
+        submit((3, 4), first_index=2),
+        replace(submit((3, 4)), task=replace(submit((3, 4)).task, sampling=SamplingParams(temperature=math.nan))),
+        submit((3, 4), max_new=0),
+    ],
+    ids=["no token", "all is answer", "sampling", "nothing to make"],
+)
+def test_what_would_fail_the_pass_is_refused(p: Prefill, link: RecordingLink, asked: Submit) -> None:
+    p.tell(link, asked)
+    (failed,) = link.of(RoomFailed)
+    assert (failed.key, failed.code, failed.retriable) == (key_of(asked), "INVALID_ARGUMENT", False)
 
 
 def test_of_a_request_that_ended_early_it_says_why(p: Prefill, link: RecordingLink, grants: Pages) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container
+
+import pytest
 
 from bootstrap.routing import DecodeView, PrefillView, cached_pages, choose_decode, choose_prefill
 from engine.core.page_keys import page_keys
@@ -57,6 +60,12 @@ def test_a_faster_node_wins_with_equal_queues() -> None:
 def test_a_node_of_unknown_rate_is_taken_to_be_as_fast_as_the_others() -> None:
     assert chosen(prefill("old", rate=3000, queued=2000), prefill("new", rate=0)) == "new"
     assert chosen(prefill("old", rate=3000), prefill("new", rate=0, queued=2000)) == "old"
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, -1.0, 5e-324, 1e308])
+def test_a_node_that_says_nonsense_of_its_rate_holds_up_nobody(rate: float) -> None:
+    for nodes in ([prefill("odd", rate=rate)], [prefill("odd", rate=rate), prefill("a", rate=100.0), prefill("b")]):
+        assert chosen(*nodes) in {node.node_id for node in nodes}
 
 
 def test_near_ties_go_to_the_node_with_fewer_requests_then_to_the_one_chosen_longest_ago() -> None:
