@@ -57,7 +57,8 @@ class ClientConfig:
     """Connection."""
 
     bootstrap: tuple[str, ...] = option(
-        ("127.0.0.1:7070",), "bootstrap addresses, host:port; answers go on at the next, all else asks the first"
+        ("127.0.0.1:7070",),
+        "bootstrap addresses, host:port: the first that answers; an answer whose bootstrap is lost goes on at the next",
     )
     access: ClientAccess = field(default_factory=ClientAccess)
 
@@ -158,7 +159,7 @@ class Client:
                 self._go_on(retry, error, until)
 
     def model(self) -> pb.GetModelResponse:
-        """What is served, said by the first front door that answers."""
+        """What is served, said by the first front door that answers; calls from now on go there."""
         retry = Retry(len(self._addresses))
         while True:
             try:

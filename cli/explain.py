@@ -63,6 +63,7 @@ def explain(parser: argparse.ArgumentParser) -> None:
 
 def _explain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     with Client.from_flags(flags, env) as client, client.errors():
+        client.model()  # from here on it is a front door that answers
         request = admin_pb2.ExplainRequest(request_id=flags.request_id)
         response = client.admin.Explain(request, timeout=CALL_TIMEOUT_S)
     told = [

@@ -49,7 +49,7 @@ def status(parser: argparse.ArgumentParser) -> None:
 def _status(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     healthy = True
     with Client.from_flags(flags, env) as client, client.errors():
-        model = client.generation.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+        model = client.model()
         for listing in _listings(client, flags):
             requests = None
             if flags.requests:
@@ -186,6 +186,7 @@ def drain(parser: argparse.ArgumentParser) -> None:
 
 def _drain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     with Client.from_flags(flags, env) as client, client.errors():
+        client.model()  # from here on it is a front door that answers
         listing = client.admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
         incarnation = next((node.incarnation for node in listing.nodes if node.node_id == flags.node), None)
         if incarnation is None:

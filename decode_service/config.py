@@ -33,6 +33,8 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
+    """Decode node."""
+
     node: NodeConfig = field(default_factory=NodeConfig)
     decode: DecodeOptions = field(default_factory=DecodeOptions)
 

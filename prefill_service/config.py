@@ -39,6 +39,8 @@ class RankConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
+    """Prefill node."""
+
     node: NodeConfig = field(default_factory=NodeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ranks: RankConfig = field(default_factory=RankConfig)

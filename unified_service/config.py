@@ -27,6 +27,8 @@ class UnifiedOptions:
 
 @dataclass(frozen=True, slots=True)
 class UnifiedConfig:
+    """Unified node."""
+
     node: NodeConfig = field(default_factory=NodeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     unified: UnifiedOptions = field(default_factory=UnifiedOptions)

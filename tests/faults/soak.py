@@ -106,6 +106,7 @@ class Tally:
             f"faults    {self.faults.total()}: " + ", ".join(f"{kind} {n}" for kind, n in self.faults.most_common()),
             f"requests  {self.requests}, tried again {self.retries}",
             "statuses  " + ", ".join(f"{status} {n}" for status, n in self.statuses.most_common()),
+            "          (UNAVAILABLE of a front door that was lost: asked again at the other one)",
             *self.wrong,
             *self.leaked,
             *self.hung,
@@ -444,7 +445,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvrelay-soak-"))
-    print(f"seed {arguments.seed}; logs in {directory}", flush=True)
+    print(f"seed {arguments.seed}; logs in {directory}, kept if something is wrong", flush=True)
     with closing(Forge(directory / "forge")) as forge:
         tally = soak(directory / "cluster", tiny_model("qwen3"), forge, arguments.faults, arguments.seed)
     print("\n".join(tally.lines()))

@@ -360,6 +360,13 @@ def test_wrong_usage(argv: list[str], capsys: Capture) -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize("command", ["bootstrap", "prefill", "decode", "unified", "up"])
+def test_every_group_of_options_has_a_title(command: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"], {})
+    assert "Config(" not in capsys.readouterr().out
+
+
 def test_wrong_configuration_lists_everything(capsys: Capture) -> None:
     env = {"KVRELAY_PAGE_SIZE": "0", "KVRELAY_DTYPE": "int3"}
     assert main(["prefill", "--kv-memory", "lots"], env) == 2
