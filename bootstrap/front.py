@@ -324,6 +324,9 @@ class FrontDoor:
             self._late("token")  # as above
             return
         request = attempt.request
+        if token.index >= request.ask.stopping.max_new_tokens:
+            self._late("token")  # of an answer that nobody asked for
+            return
         if node is attempt.decode:
             self.attempts.decoded(attempt)
         else:

@@ -30,6 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 log = logging.getLogger("kvrelay.bootstrap")
 
 REGISTER_TIMEOUT_S = 10.0
+MAX_UNREAD = 10_000  # messages to a node which it has not read yet; beyond that nothing is read of it
 
 
 class _StreamLink:
@@ -37,6 +38,7 @@ class _StreamLink:
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue()
+        self._read = asyncio.Event()  # set whenever the node has read a message
         self._error: KVRelayError | None = None
         self._acknowledged = 0
 
@@ -52,10 +54,17 @@ class _StreamLink:
         self._error = error
         self._messages.put_nowait(None)
 
+    async def caught_up(self) -> None:
+        """Until the node has read most of what it was sent. One that never does is silent then, and its lease ends."""
+        while self._messages.qsize() > MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
+
     async def messages(self) -> AsyncIterator[pb.NodeCommand]:
         """Until closed; raises what it was closed with."""
         while (message := await self._messages.get()) is not None:
             yield message
+            self._read.set()
         if self._error is not None:
             raise self._error
 
@@ -104,6 +113,7 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                     self._front.not_taken(node, _rooms(message), error)
                 if message.HasField("heartbeat"):
                     link.acknowledge()
+                await link.caught_up()
         except KVRelayError as error:
             unreadable = error
         except grpc.RpcError as error:

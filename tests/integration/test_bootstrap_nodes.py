@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bootstrap.server import SERVICES
+from bootstrap.servicers import nodes as nodes_module
 from engine.core.journal import RoomRecord
 from engine.core.messages import (
     Abort,
@@ -93,6 +94,23 @@ async def test_a_session_begins_with_register(cluster: FrontCluster) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             await call.read()
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_of_a_node_that_does_not_read_nothing_is_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it is to be sent would grow without an end, as long as it says that it lives."""
+    monkeypatch.setattr(nodes_module, "MAX_UNREAD", 3)
+    link = nodes_module._StreamLink()
+    for _ in range(4):
+        link.acknowledge()
+    waiting = asyncio.create_task(link.caught_up())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    messages = link.messages()
+    await anext(messages)  # a stream takes the next one when it has written this one
+    await anext(messages)
+    async with asyncio.timeout(5):
+        await waiting
+    assert link._messages.qsize() == 2
 
 
 async def test_output_needs_a_session(cluster: FrontCluster) -> None:

@@ -103,6 +103,15 @@ def test_late_messages_are_dropped_and_counted(house: House, prefill: Node, deco
     assert not house.granted(prefill)[1:]
 
 
+def test_tokens_behind_the_end_of_an_answer_are_not_kept(house: House, prefill: Node, decode: Node) -> None:
+    request = house.submit(ask(max_new_tokens=4))
+    key = house.grant(decode)
+    house.output(decode, *(token(key, index) for index in (4, 5, 1 << 31)), token(key, 3))
+    assert house.late("token") == 3
+    house.output(prefill, *(token(key, index) for index in range(3)))
+    assert [one.index for one in request.take()] == [0, 1, 2, 3]
+
+
 def test_a_node_cannot_speak_for_a_room_that_is_not_its_own(house: House, prefill: Node, decode: Node) -> None:
     other = house.join(Role.DECODE, "decode-2", stats=FULL)
     request = house.submit(ask())
