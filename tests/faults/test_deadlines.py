@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, Cell, cells, long_and_short, ready, strike
+from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, Cell, cells, strike
 from tests.faults.forge import Forge
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
@@ -39,16 +39,6 @@ def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) 
         bootstrap_flags=(*FAST_LEASE, *DEADLINES),
     ) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def asks(load: Load, served: FaultyCluster) -> list[Ask]:
-    return long_and_short(load, served)
-
-
-@pytest.fixture
-def cluster(served: FaultyCluster) -> FaultyCluster:
-    return ready(served)
 
 
 @cells(

@@ -21,8 +21,6 @@ from tests.faults.cells import (
     SOON_S,
     Cell,
     cells,
-    long_and_short,
-    ready,
     strike,
 )
 from tests.faults.forge import Forge
@@ -49,16 +47,6 @@ def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) 
         decode_flags=DECODE_FLAGS,
     ) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def asks(load: Load, served: FaultyCluster) -> list[Ask]:
-    return long_and_short(load, served)
-
-
-@pytest.fixture
-def cluster(served: FaultyCluster) -> FaultyCluster:
-    return ready(served)
 
 
 @cells(

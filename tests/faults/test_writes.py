@@ -17,8 +17,6 @@ from tests.faults.cells import (
     PREFILL_FLAGS,
     Cell,
     cells,
-    long_and_short,
-    ready,
     strike,
 )
 from tests.faults.forge import Forge
@@ -45,16 +43,6 @@ def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) 
         environment={"UCX_TLS": "tcp"},
     ) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def asks(load: Load, served: FaultyCluster) -> list[Ask]:
-    return long_and_short(load, served)
-
-
-@pytest.fixture
-def cluster(served: FaultyCluster) -> FaultyCluster:
-    return ready(served)
 
 
 @pytest.mark.parametrize("action", ["fail", "slow", "cut", "kill", "stop"])
