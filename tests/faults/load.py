@@ -29,13 +29,16 @@ class Ask:
     max_new_tokens: int
     seed: int | None = None  # None: greedy
     salt: str = ""
+    routing_key: str = ""  # spreads requests over the prefill nodes, however fast one has been lately
 
     def request(self) -> generation_pb2.GenerateRequest:
         sampling = None
         if self.seed is not None:  # with all that is counted over what came before
             sampling = Sampling(temperature=0.8, top_p=0.95, frequency_penalty=0.3, seed=self.seed)
             sampling.repetition_penalty = 1.1
-        return Cluster.request(self.prompt, self.max_new_tokens, sampling, cache_salt=self.salt)
+        return Cluster.request(
+            self.prompt, self.max_new_tokens, sampling, cache_salt=self.salt, routing_key=self.routing_key
+        )
 
 
 @dataclass(slots=True)
@@ -83,18 +86,18 @@ class Load:
     def again(self, asks: Sequence[Ask]) -> list[Ask]:
         """The same requests under one new salt: the same answers, and nothing of their prompts cached yet."""
         salt = f"salt {next(self._salts)}"
-        return [replace(ask, salt=salt) for ask in asks]
+        return [replace(ask, salt=salt, routing_key=f"{salt} {i}") for i, ask in enumerate(asks)]
 
     def learn(self, cluster: Cluster, ask: Ask) -> None:
         """Take what a cluster at rest answers to a request that draws its tokens as its reference."""
-        bare = replace(ask, salt="")
+        bare = replace(ask, salt="", routing_key="")
         if ask.seed is not None and bare not in self._references:
             answer = Answer.collect(cluster.generation.Generate(ask.request(), timeout=HANG_S))
             self._references[bare] = answer.token_ids
 
     def reference(self, ask: Ask) -> list[int]:
         """What must be answered. The first call for a greedy request has transformers work it out."""
-        bare = replace(ask, salt="")
+        bare = replace(ask, salt="", routing_key="")
         if bare not in self._references:
             assert ask.seed is None, "nobody has learnt what this request must be answered"
             self._references[bare] = greedy(self._model, ask.prompt, ask.max_new_tokens)
