@@ -69,15 +69,8 @@ class ClientConfig:
 
 _OPEN = ClientAccess()
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A front door that hangs, or whose host vanished, is noticed while an answer is awaited.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of the same pings; a minute, unless said here, too
+    *security.CHANNEL_OPTIONS,
     ("grpc.min_reconnect_backoff_ms", 3_000),  # the longest that one attempt to connect takes
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 

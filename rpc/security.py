@@ -19,6 +19,7 @@ from engine.core.errors import ConfigError, PermissionDenied, Unauthenticated
 
 __all__ = [
     "API_KEY_METADATA",
+    "CHANNEL_OPTIONS",
     "JOIN_TOKEN_METADATA",
     "JOIN_TOKEN_REASONS",
     "Caller",
@@ -35,6 +36,17 @@ _SCHEME = "Bearer"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # quoted: generic in the stubs only
 Options: TypeAlias = Sequence[tuple[str, Any]]
+
+# Of every channel to a bootstrap service: one that hangs, or whose host vanished, is noticed meanwhile.
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of the same pings; a minute, unless said here, too
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
 
 
 # ---- TLS ----

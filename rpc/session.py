@@ -24,10 +24,10 @@ from engine.core.messages import Drain, Heartbeat, LinkLost, LinkUp, Registratio
 from kvrelay.v1 import bootstrap_pb2 as pb
 from kvrelay.v1 import bootstrap_pb2_grpc as pb_grpc
 from rpc.errors import from_rpc_error
-from rpc.security import JOIN_TOKEN_METADATA, JOIN_TOKEN_REASONS, open_channel_aio
+from rpc.security import CHANNEL_OPTIONS, JOIN_TOKEN_METADATA, JOIN_TOKEN_REASONS, open_channel_aio
 from rpc.wire import command_from_wire, registration_to_wire, report_to_wire, step_output_to_wire
 
-__all__ = ["CHANNEL_OPTIONS", "NODE_METADATA", "Session", "is_refusal"]
+__all__ = ["NODE_METADATA", "Session", "is_refusal"]
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 log = logging.getLogger("kvrelay.session")
@@ -37,15 +37,6 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 3.0
 ANSWER_TIMEOUT_S = 10.0
 SAY_AGAIN_S = 30.0  # between log lines of an address that cannot be reached
 REPLACED = "NODE_REPLACED"  # reason of the refusal that ends a node whose id a newer process has registered
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of the same pings; a minute, unless said here, too
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-)
 
 
 def is_refusal(error: BaseException) -> bool:
