@@ -175,7 +175,7 @@ class Outcomes:
         if prefill is None or decode is None or attempt.unified:
             self._try_elsewhere(attempt, error, (prefill, decode))
             return
-        self._attempts.pairs.failed(prefill.identity, decode.identity)
+        self._attempts.pairs.failed(prefill.identity, decode.identity, attempt.since)
         again = prefill.node_id in doubted and decode.node_id not in doubted
         order = (prefill, decode) if again else (decode, prefill)
         doubted.update((prefill.node_id, decode.node_id))

@@ -5,7 +5,8 @@
                                          └───────────────────────────────┘
 
 That is for a link that is broken while both ends of it are well: a lost node, or one that fails by itself, is not
-counted here. What is known of a pair ends with the session of either.
+counted here. What was under way together fails together, and counts once: a node that is held up for a while is no
+broken link. What is known of a pair ends with the session of either.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class _Pair:
     """One that has failed since it last worked."""
 
     failures: int = 0
+    failed: float = 0.0  # clock time of the last one counted
     rest: float = 0.0  # seconds for which it was set aside last; 0: never
     until: float | None = None  # set aside until then; None: not set aside
 
@@ -54,16 +56,19 @@ class Pairs:
         ends = [ends for ends, pair in self._pairs.items() if identity in ends and pair.until is not None]
         return sorted(other.node_id for pair in ends for other in pair if other != identity)
 
-    def failed(self, prefill: NodeIdentity, decode: NodeIdentity) -> None:
-        """A transfer between them failed, and neither of the two is known to be the cause."""
+    def failed(self, prefill: NodeIdentity, decode: NodeIdentity, began: float) -> None:
+        """A transfer between them, under way since `began`, failed, and neither of the two is known to be the cause."""
         pair = self._pairs.setdefault((prefill, decode), _Pair())
         if pair.until is not None:
-            return  # of before it was set aside, or of a request that has nowhere else to go
+            return  # of a request that has nowhere else to go
+        if pair.failures and began < pair.failed:
+            return
         pair.failures += 1
+        pair.failed = self._clock()
         if pair.failures < FAILURES and not pair.rest:
             return
         pair.rest = min(2 * pair.rest, MAX_REST_S) or FIRST_REST_S
-        pair.until = self._clock() + pair.rest
+        pair.until = pair.failed + pair.rest
         log.warning("peer pair set aside", extra={**_named(prefill, decode), "seconds": pair.rest})
 
     def worked(self, prefill: NodeIdentity, decode: NodeIdentity) -> None:

@@ -45,9 +45,11 @@ def long_and_short(load: Load, cluster: FaultyCluster) -> list[Ask]:
 
 
 def ready(cluster: FaultyCluster) -> FaultyCluster:
-    """Two and two that serve, whatever the test before has done, or found."""
+    """Two and two that serve, each with each, whatever the test before has done, or found."""
+    apart = {name for node in cluster.nodes() for name in node.set_aside}
     for name in NODES:
-        if not cluster.sound or name not in cluster.processes or cluster.processes[name].popen.poll() is not None:
+        ended = name not in cluster.processes or cluster.processes[name].popen.poll() is not None
+        if not cluster.sound or ended or name in apart:
             cluster.restart(name)
     cluster.wait_serving(2, 2)
     cluster.sound = False  # until it is checked

@@ -6,6 +6,7 @@ And two nodes that are set aside are given nothing together while there is anoth
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
@@ -202,7 +203,7 @@ class FrontDoorMachine(RuleBasedStateMachine):
         if writers and readers:
             writer, reader = data.draw(st.sampled_from(writers)), data.draw(st.sampled_from(readers))
             for _ in range(FAILURES):
-                self.house.front.attempts.pairs.failed(writer.identity, reader.identity)
+                self.house.front.attempts.pairs.failed(writer.identity, reader.identity, math.inf)
 
     @rule(data=st.data())
     def quiesced(self, data: st.DataObject) -> None:

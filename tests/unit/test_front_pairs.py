@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ def clock() -> ManualClock:
 
 def fail(pairs: Pairs, times: int = FAILURES) -> None:
     for _ in range(times):
-        pairs.failed(P, D)
+        pairs.failed(P, D, math.inf)  # one after the other
 
 
 def test_set_aside_after_failures_in_a_row(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,6 +54,18 @@ def test_set_aside_after_failures_in_a_row(clock: ManualClock, caplog: pytest.Lo
     assert [record.message for record in caplog.records] == ["peer pair set aside"]
 
 
+def test_what_was_under_way_together_counts_once(clock: ManualClock) -> None:
+    pairs = Pairs(clock)
+    for _ in range(FAILURES - 1):
+        began = clock()
+        for _ in range(10):
+            clock.advance(0.5)
+            pairs.failed(P, D, began)
+    assert not pairs.set_aside(P, D)
+    pairs.failed(P, D, clock())
+    assert pairs.set_aside(P, D)
+
+
 def test_a_trial_that_fails_doubles_the_rest_and_one_that_works_ends_it(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,11 +75,11 @@ def test_a_trial_that_fails_doubles_the_rest_and_one_that_works_ends_it(
     for _ in range(6):
         began = clock()
         while pairs.set_aside(P, D):
-            pairs.failed(P, D)  # of what was begun before: it is set aside no longer for that
+            pairs.failed(P, D, clock())  # had nowhere else to go: it is set aside no longer for that
             clock.advance(1)
             pairs.tick()
         rests.append(clock() - began)
-        pairs.failed(P, D)
+        pairs.failed(P, D, clock())
         assert pairs.set_aside(P, D), "one failure is enough now"
     assert rests == [min(FIRST_REST_S * 2**i, MAX_REST_S) for i in range(6)]
     clock.advance(MAX_REST_S)
@@ -224,7 +237,7 @@ def test_a_request_that_waits_for_a_pair_set_aside_meanwhile_goes_to_another_pre
     first = waiting.attempt.prefill
     assert first is not None
     for _ in range(FAILURES):
-        house.front.attempts.pairs.failed(first.identity, decode.identity)
+        house.front.attempts.pairs.failed(first.identity, decode.identity, math.inf)
     house.front.on_report(decode, _roomy())
     house.check()
     prefill, _ = links.pair_of(waiting)
@@ -244,7 +257,7 @@ def test_one_that_begins_again_on_another_prefill_node_keeps_off_what_is_set_asi
     (other,) = house.front.registry.serving(Role.PREFILL)
     left = [node for node in house.front.registry.serving(Role.DECODE) if node is not silent]
     for _ in range(FAILURES):
-        house.front.attempts.pairs.failed(other.identity, left[number].identity)
+        house.front.attempts.pairs.failed(other.identity, left[number].identity, math.inf)
     house.advance(house.config.grant_timeout, *house.front.registry.nodes())
     house.check()
     assert links.pair_of(request) == (other, left[1 - number])
@@ -278,6 +291,21 @@ def test_a_transfer_that_takes_too_long_counts() -> None:
         assert len(before & request.avoid) == 1
         house.front.stop(request, FinishReason.ABORT, "enough")
     assert sum(pair.failures for pair in house.front.attempts.pairs._pairs.values()) == FAILURES
+
+
+def test_a_node_that_is_held_up_while_many_wait_for_it_is_no_broken_link() -> None:
+    links = Links(prefills=1, decodes=1)
+    house = links.house
+    for number in range(4 * FAILURES):
+        request = house.submit(ask(f"held up {number}", max_new_tokens=5))
+        prefill, decode = links.pair_of(request)
+        assert request.attempt is not None
+        house.grant(decode, request.attempt.key)
+        house.output(prefill, token(request.attempt.key, 0))
+        links.wait(1)
+    links.wait(house.config.transfer_timeout)
+    assert links.set_aside() == 0
+    assert [pair.failures for pair in house.front.attempts.pairs._pairs.values()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +349,7 @@ def test_a_draining_prefill_node_goes_on_with_a_pair_set_aside() -> None:
     house.front.on_report(decode, _full())
     request = house.submit(ask("waits"))
     for _ in range(FAILURES):
-        house.front.attempts.pairs.failed(prefill.identity, decode.identity)
+        house.front.attempts.pairs.failed(prefill.identity, decode.identity, math.inf)
     house.front.drain_node("prefill-1", 10.0)
     house.front.on_report(decode, _roomy())
     assert links.pair_of(request) == (prefill, decode)
