@@ -1,8 +1,10 @@
 """From logits to tokens. What a row draws depends on its logits, parameters, seed and token index alone.
 
-Each token costs one uniform number, made from (seed, index) by a counter-based generator, and is found with it by
-inverting the cumulative distribution in vocabulary order, in float64. So a request draws the same tokens whatever
-it is batched with, and goes on drawing them on another node.
+Each id has a random number of its own, made from (seed, index, id) by a counter-based generator, and the ids race: the
+one that comes first by its number and its weight is drawn. So a request draws the same tokens whatever it is batched
+with, and goes on drawing them on another node, though the last bits of logits differ between batch sizes and machines:
+when two distributions are d apart (total variation), they draw apart with a probability of 2d / (1 + d) at most, and
+nothing that does not know both can do better (Daliri, Musco and Suresh 2024, arXiv:2408.07978; ADR-0009).
 
 Order of work on a row, each step on the result of the one before:
 
@@ -16,6 +18,8 @@ Order of work on a row, each step on the result of the one before:
 7. min_p: those at least min_p times as heavy as the heaviest (Nguyen et al. 2024, arXiv:2407.01082).
 
 Steps 5 to 7 each keep a head of the same ranking. Among equal weights, lower ids rank first.
+
+8. the least E / w of the weights w that are left, each E from an exponential distribution of mean 1.
 """
 
 from __future__ import annotations
@@ -31,12 +35,11 @@ from torch import Tensor
 
 from engine.core.sampling import SamplingParams
 
-__all__ = ["Sample", "TokenHistory", "sample", "uniform"]
+__all__ = ["Sample", "TokenHistory", "exponentials", "sample"]
 
 Floats = npt.NDArray[np.float64]
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_LEAST = 2.0**-54  # below the step of the uniform numbers, so that it changes nothing but 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +111,19 @@ def sample(
     return [Sample(*pair) for pair in zip(token_ids, logprobs.tolist(), strict=True)]
 
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that (seed, index) stands for, a multiple of 2**-53."""
-    return (_mix(_mix(seed) + (index + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
+def exponentials(seed: int, index: int, size: int) -> Floats:
+    """The numbers above 0, exponentially distributed, that (seed, index) stands for: one for each of `size` ids.
 
-
-def _mix(z: int) -> int:
-    """SplitMix64's output function, 64 bits to 64 (Steele, Lea and Flood, OOPSLA 2014, with Stafford's variant 13)."""
-    z &= _MASK64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK64
-    return z ^ (z >> 31)
+    Made of the uniform numbers of Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """
+    numbers = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64))).random(size)
+    np.subtract(1, numbers, out=numbers)  # in place: new memory of this size costs as much as the computing
+    np.log(numbers, out=numbers)
+    return np.subtract(_LEAST, numbers, out=numbers)
 
 
 def _choose(x: Floats, params: SamplingParams, index: int, banned: Sequence[int], history: TokenHistory | None) -> int:
-    """Steps 1 to 7 and the draw, on logits `x` ([V]), which are overwritten."""
+    """All steps on logits `x` ([V]), which are overwritten."""
     if params.needs_history:
         assert history is not None
         history.penalize(x, params)
@@ -133,10 +134,10 @@ def _choose(x: Floats, params: SamplingParams, index: int, banned: Sequence[int]
     # The maximum goes first, so that no temperature overflows and the heaviest weight is exactly 1.
     weights = np.exp((x - x[best]) / params.temperature)
     kept = _kept(weights, params)
-    cumulative = np.cumsum(weights if kept is None else weights[kept])
-    # uniform() < 1 keeps the target below the last sum, also rounded, so the index is always in range.
-    place = int(np.searchsorted(cumulative, uniform(params.seed, index) * cumulative[-1], side="right"))
-    return place if kept is None else int(kept[place])
+    times = exponentials(params.seed, index, len(x))
+    if kept is None:
+        return int(np.divide(weights, times, out=times).argmax())
+    return int(kept[(weights[kept] / times[kept]).argmax()])
 
 
 def _kept(weights: Floats, params: SamplingParams) -> npt.NDArray[np.intp] | None:

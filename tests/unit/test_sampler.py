@@ -3,12 +3,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.core.sampling import SamplingParams
-from engine.device.sampler import TokenHistory, sample, uniform
+from engine.device.sampler import TokenHistory, exponentials, sample
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -28,34 +29,30 @@ def random_logits(seed: int, size: int = 50, *, ties: bool = False) -> Tensor:
     return logits.round() if ties else logits
 
 
-# --- the random number ---
+# --- the random numbers ---
 
 
-def test_mixing_function_gives_splitmix64s_published_outputs() -> None:
-    """The first outputs of SplitMix64 seeded with 1234567, as its reference implementation prints them."""
-    from engine.device.sampler import _GOLDEN_GAMMA, _mix
-
-    outputs = [_mix(1234567 + (i + 1) * _GOLDEN_GAMMA) for i in range(3)]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-def test_uniform_is_a_function_of_seed_and_index_in_the_unit_interval() -> None:
-    seeds = [0, 1, 2**63, 2**64 - 1]
-    numbers = {uniform(seed, index) for seed in seeds for index in range(1000)}
-    assert len(numbers) == 4000
-    assert all(0 <= number < 1 for number in numbers)
-    assert uniform(7, 3) == uniform(7, 3)
+def test_a_seed_stands_for_the_same_numbers_for_good() -> None:
+    """Nodes of different builds go on with each other's answers."""
+    four = [0.6580283337159085, 1.2878457391082423, 0.05156074013352511, 0.379982864468179]
+    assert exponentials(7, 3, 4) == pytest.approx(four, rel=1e-12)  # logarithms differ in their last bit
+    assert exponentials(2**64 - 1, 2**31, 1) == pytest.approx([0.4331032098233524], rel=1e-12)
+    assert exponentials(7, 3, 100)[:4].tolist() == exponentials(7, 3, 4).tolist()
 
 
-@pytest.mark.parametrize("along", ["index", "seed"])
-def test_uniform_is_uniform_and_uncorrelated(along: str) -> None:
-    """Chi-square over 16 x 16 cells of neighbouring pairs. 255 degrees of freedom: above 370 has p < 1e-5."""
-    cells = Counter[tuple[int, int]]()
-    for i in range(20_000):
-        x, y = (uniform(9, n) if along == "index" else uniform(n, 5) for n in (2 * i, 2 * i + 1))
-        cells[int(x * 16), int(y * 16)] += 1
-    expected = 20_000 / 256
-    assert sum((cells[x, y] - expected) ** 2 / expected for x in range(16) for y in range(16)) < 370
+@pytest.mark.parametrize("along", ["index", "seed", "id"])
+def test_numbers_are_exponential_and_uncorrelated(along: str) -> None:
+    """Chi-square over 8 x 8 cells of neighbouring pairs. 63 degrees of freedom: above 120 has p < 2e-5."""
+    if along == "id":
+        numbers = exponentials(9, 5, 10_000)
+    else:
+        at = [(9, n) if along == "index" else (n, 5) for n in range(10_000)]
+        numbers = np.concatenate([exponentials(*one, 1) for one in at])
+    assert (numbers > 0).all()
+    cells = (np.exp(-numbers) * 8).astype(int).reshape(-1, 2)
+    counts = np.bincount(cells @ [8, 1], minlength=64)
+    expected = 5_000 / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 120
 
 
 # --- greedy ---
@@ -106,6 +103,17 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert [s.token_id for s in together] == [alone[i] for i in order]
 
 
+@pytest.mark.parametrize("params", [SamplingParams(seed=3), SamplingParams(seed=3, top_p=0.95)])
+def test_last_bits_of_logits_rarely_matter(params: SamplingParams) -> None:
+    """As they differ between batch sizes, chunks and machines, a hundred times coarser; over a large flat vocabulary.
+
+    The two distributions are 6e-4 apart (total variation), so 0.25 of 200 draws are expected to differ, at the most.
+    """
+    logits = torch.randn(8_000, generator=torch.Generator().manual_seed(1))
+    other = logits + torch.randn(8_000, generator=torch.Generator().manual_seed(2)) * 1.5e-3
+    assert sum(draw(logits, params, index) != draw(other, params, index) for index in range(200)) <= 2
+
+
 def test_seed_and_index_both_matter() -> None:
     logits = torch.zeros(1000)
     assert len({draw(logits, SamplingParams(seed=seed)) for seed in range(20)}) > 15
@@ -137,7 +145,7 @@ def test_frequencies_follow_the_filtered_distribution(params: SamplingParams) ->
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_draw_is_the_inverse_of_the_cumulative_distribution(ties: bool) -> None:
+def test_the_first_in_the_race_is_drawn(ties: bool) -> None:
     """Every filter and penalty, in random mixtures, against the definitions written out slowly."""
     rng = random.Random(1)
     for case in range(400):
@@ -160,12 +168,9 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(ties: bool) -> None:
         for token_id in forbidden:
             x[token_id] = -math.inf
         distribution = slow_distribution(x, params)
-        cumulative, expected = 0.0, -1
-        for token_id, p in enumerate(distribution):
-            cumulative += p
-            if cumulative > uniform(case, 17):
-                expected = token_id
-                break
+        times = exponentials(case, 17, size)
+        arrivals = {i: times[i] / p for i, p in enumerate(distribution) if p > 0}
+        expected = min(arrivals, key=lambda i: arrivals[i])
         assert draw(logits, params, 17, forbidden, TokenHistory(prompt + output, len(output))) == expected
 
 
