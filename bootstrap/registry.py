@@ -8,7 +8,7 @@ do with one, `PeerLeft` when that one is gone.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,7 +107,7 @@ class Registry:
         self._fingerprint = fingerprint
         self._clock = clock
         self._nodes: dict[str, Node] = {}
-        self._choices = 0
+        self._choices: Counter[Role] = Counter()
         self.roles = Role.PREFILL.pools  # of the cluster; while no node is attached, of that of the last one
         self._empty_since: dict[Role, float | None] = dict.fromkeys(Role, clock())
         self._replaced: deque[NodeIdentity] = deque(maxlen=MAX_REPLACED)
@@ -206,9 +206,9 @@ class Registry:
 
     def chosen(self, node_id: str) -> Node:
         """The node of a view that routing chose."""
-        self._choices += 1
         node = self._nodes[node_id]
-        node.last_chosen = self._choices
+        self._choices[node.role] += 1
+        node.last_chosen = self._choices[node.role]
         return node
 
     def silent(self, seconds: float) -> list[Node]:

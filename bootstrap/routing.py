@@ -1,9 +1,12 @@
 """Which node a request goes to. Pure functions of what the front door knows of the nodes.
 
 Prefill: the node with the least estimated time to first token, (uncached tokens queued there + this request's
-uncached tokens there) / the node's rate. With a routing key: the node that rendezvous hashing gives the key to, so
-that a key keeps its node while others come and go. Either way a balance guard sets aside nodes that have far more
-requests than the least loaded one, since estimates and keys may both be wrong.
+uncached tokens there) / the node's rate. A node measures its rate while it computes; one that is given nothing would
+keep a rate of a bad moment for good, so the longer it is passed over, the faster it is taken to be.
+
+With a routing key: the node that rendezvous hashing gives the key to, so that a key keeps its node while others come
+and go. Either way a balance guard sets aside nodes that have far more requests than the least loaded one, since
+estimates and keys may both be wrong.
 
 Decode: the node with most head-room among those with room, bound as late as possible.
 """
@@ -20,6 +23,7 @@ __all__ = ["DecodeView", "PrefillView", "cached_pages", "choose_decode", "choose
 GUARD_FACTOR = 2.0  # a node may have this many times the requests of the least loaded one,
 GUARD_SLACK = 8  # and this many on top
 NEAR_TIE = 1.05  # estimates within 5 % are equal: rates are measurements
+PASSED_OVER = 32  # a node that was passed over so many times for each node of its pool counts as twice as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class PrefillView:
     queued_tokens: int  # uncached tokens not yet computed
     tokens_per_second: float  # 0: not known yet
     requests: int  # submitted and not yet computed
-    last_chosen: int  # a counter that grows with each choice
+    last_chosen: int  # number of the choice that was this node, counted over its pool; 0: none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,10 @@ def choose_prefill(
     nodes = [node for node in nodes if node.requests <= limit]
     if routing_key:
         return max(nodes, key=lambda node: _affinity(routing_key, node.node_id))
-    # What a node says of its rate may be anything; of NaN, say, there is no least.
-    rates = {n.node_id: n.tokens_per_second for n in nodes if 0 < n.tokens_per_second < math.inf}
-    usual = sum(rates.values()) / len(rates) if rates else 1.0
+    rates = _rates(nodes)
     seconds = {
         node.node_id: (node.queued_tokens + uncached_tokens(prompt_tokens, keys, page_size, node.cached))
-        / rates.get(node.node_id, usual)
+        / rates[node.node_id]
         for node in nodes
     }
     best = min(seconds.values())
@@ -94,6 +96,20 @@ def choose_decode(nodes: Sequence[DecodeView]) -> DecodeView | None:
         if node.idle or (node.head_room >= node.required and (node.rows is None or node.rows > 0))
     ]
     return max(able, key=lambda node: (node.head_room, -node.last_chosen), default=None)
+
+
+def _rates(nodes: Sequence[PrefillView]) -> dict[str, float]:
+    """Tokens a second to reckon with, of each node: none more than the fastest has measured.
+
+    So of idle nodes one that is k times slower than the fastest gets one request in log2(k) * PASSED_OVER * nodes.
+    """
+    # What a node says of its rate may be anything; of NaN, say, there is no least.
+    known = {n.node_id: n.tokens_per_second for n in nodes if 0 < n.tokens_per_second < math.inf}
+    fastest = max(known.values(), default=1.0)
+    usual = sum(known.values()) / len(known) if known else fastest
+    newest = max(node.last_chosen for node in nodes)
+    doubled = {node.node_id: (newest - node.last_chosen) / (len(nodes) * PASSED_OVER) for node in nodes}
+    return {name: min(fastest, known.get(name, usual) * 2 ** min(times, 64)) for name, times in doubled.items()}
 
 
 def _affinity(routing_key: str, node_id: str) -> bytes:

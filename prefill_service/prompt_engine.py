@@ -21,6 +21,7 @@ from engine.device.batch import Row, build_batch
 from engine.device.page_allocator import PageAllocator
 from engine.device.setup import NodeDevice
 from prefill_service.announce import announce_all
+from prefill_service.compute_rate import ComputeRate
 from prefill_service.journal import PassJournal, PassLog
 from prefill_service.options import SchedulerConfig
 from prefill_service.prefix_cache import PrefixCache
@@ -30,7 +31,6 @@ from prefill_service.tier_copier import TierCopier
 
 __all__ = ["PromptEngine"]
 
-RATE_WEIGHT = 0.3  # of the newest forward in the measured rate
 CANARY_TOKENS = 16
 Event = TypeVar("Event")
 
@@ -59,7 +59,7 @@ class PromptEngine(EngineLoop[Event]):
         self._cache = PrefixCache(allocator, scheduler.eviction, host)
         self._copier = TierCopier(device.pool, device.host_pool)
         self._scheduler = Scheduler(scheduler, self._cache, allocator, self._page_size, clock, self._on_pass, decoding)
-        self._rate = 0.0  # prompt tokens computed a second
+        self._rate = ComputeRate()
         self._outputs = 0
 
     def warm_up(self) -> None:
@@ -108,9 +108,7 @@ class PromptEngine(EngineLoop[Event]):
             self._pass_log.on_pass(record)
 
     def _measure(self, prompt_tokens: int, decoded: int, seconds: float) -> None:
-        if prompt_tokens:
-            rate = prompt_tokens / max(seconds, 1e-9)
-            self._rate += (rate - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
+        self._rate.observe(prompt_tokens, seconds)
         self.metrics.observe(NodeMetric.STEP_SECONDS, seconds)
         self.metrics.observe(NodeMetric.STEP_TOKENS, prompt_tokens + decoded)
 
@@ -126,7 +124,7 @@ class PromptEngine(EngineLoop[Event]):
             running=stats.running,
             transferring=stats.in_flight,
             queued_tokens=stats.queued_tokens,
-            tokens_per_second=self._rate,
+            tokens_per_second=self._rate.value,
             requests_total=stats.requests_total,
             cached_tokens_total=stats.cached_tokens_total,
             computed_tokens_total=stats.computed_tokens_total,

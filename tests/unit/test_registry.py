@@ -51,6 +51,15 @@ def test_a_node_that_does_not_fit(
     assert refused.value.metadata == {"field": field, "value": theirs, "expected": ours}
 
 
+def test_choices_are_counted_by_pool(registry: Registry) -> None:
+    prefill, _ = add(registry, registration(Role.PREFILL))
+    decode, _ = add(registry, registration(Role.DECODE))
+    for _ in range(3):
+        registry.chosen(decode.node_id)
+    registry.chosen(prefill.node_id)
+    assert (prefill.last_chosen, decode.last_chosen) == (1, 3)
+
+
 def test_a_pool_that_is_not_made_of_such_pages(registry: Registry) -> None:
     entry = registration(Role.PREFILL)
     wrong = dataclasses.replace(entry, memory=dataclasses.replace(entry.memory, page_bytes=100))

@@ -68,6 +68,17 @@ def test_a_node_that_says_nonsense_of_its_rate_holds_up_nobody(rate: float) -> N
         assert chosen(*nodes) in {node.node_id for node in nodes}
 
 
+def test_a_node_that_is_passed_over_counts_as_faster_and_faster() -> None:
+    for last, first in ((0, "slow"), (64, "slow"), (80, "fast")):
+        nodes = prefill("fast", rate=4000, last=192), prefill("slow", rate=1000, last=last)
+        assert chosen(*nodes) == first, "twice as fast for each 32 choices that went by, for each of the two"
+
+
+def test_a_node_that_is_passed_over_counts_as_no_faster_than_the_fastest() -> None:
+    warm = prefill("warm", rate=4000, cached=frozenset(KEYS[:30]), last=10**9)
+    assert chosen(warm, prefill("cold", rate=1000), prefill("new", rate=0)) == "warm"
+
+
 def test_near_ties_go_to_the_node_with_fewer_requests_then_to_the_one_chosen_longest_ago() -> None:
     assert chosen(prefill("a", rate=1010, requests=2), prefill("b", requests=1)) == "b"
     assert chosen(prefill("a", rate=1010, last=7), prefill("b", last=3)) == "b"
