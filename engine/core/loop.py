@@ -258,9 +258,13 @@ class EngineLoop(abc.ABC, Generic[Event]):
                 continue
             try:
                 self._dispatch(link, item)
-            except Exception:
+            except Exception as error:
                 incident = secrets.token_hex(6)
-                log.exception("handling failed", extra={"incident": incident, "item": type(item).__name__})
+                extra = {"incident": incident, "item": type(item).__name__, "error": str(error)}
+                if isinstance(error, KVRelayError):  # what input can cause, such as a peer that does not fit
+                    log.warning("handling failed", extra=extra)
+                else:
+                    log.exception("handling failed", extra=extra)
                 if not isinstance(item, LinkUp | LinkLost):
                     self.handling_failed(link, item, incident)
 

@@ -26,6 +26,7 @@ from engine.core.metrics import Metrics
 from engine.core.types import NodeIdentity, PeerInfo, PoolMemory, Role, RoomKey
 from tests.helpers.tiny_engine import RecordingLink, TinyEngine
 from tests.helpers.transfer_node import eventually
+from transfer.errors import PeerRefused
 
 LINK = RecordingLink()
 
@@ -109,6 +110,22 @@ def test_a_handler_that_raises_costs_its_item_only(engine: TinyEngine, caplog: p
     logged = [vars(record)["incident"] for record in caplog.records]
     assert engine.unhandled == [("bad", incident) for incident in logged], "so that it can end the room"
     assert len(set(logged)) == 5
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_what_input_can_cause_is_logged_in_one_line(engine: TinyEngine, caplog: pytest.LogCaptureFixture) -> None:
+    refused = PeerRefused(NodeIdentity("d", "1"), "page_bytes is 64, here 128")
+
+    def handle(item: Command | str) -> None:
+        raise refused
+
+    engine.on_handle = handle
+    started(engine)
+    engine.post(None, "joined")
+    eventually(lambda: len(engine.unhandled) == 1)
+    (record,) = caplog.records
+    assert (record.levelname, record.exc_info, vars(record)["error"]) == ("WARNING", None, str(refused))
+    assert engine.unhandled == [("joined", vars(record)["incident"])]
 
 
 # ---- peers, of whom several bootstraps may speak ----
