@@ -128,9 +128,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         self._ask_writers(link)
 
     def link_lost(self, link: Link) -> None:
-        for room in [room for room in self._rooms.values() if room.link is link]:
-            self.journal.failed(room.key, "its front door was lost")
-            self._end(room)
+        for key in [key for key, room in self._rooms.items() if room.link is link]:
+            self.abort(key, "its front door was lost")
         for other in self.links:  # the lost one will pass no acknowledgement on
             self._ask_writers(other)
         for writer in {writer for _, writer in self._fence.waiting()}:
@@ -147,9 +146,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 assert link is not None
                 self._take_on(reservation, link)
             case Abort(key, reason):
-                if (room := self._rooms.get(key)) is not None:
-                    self.journal.failed(key, f"aborted: {reason}")
-                    self._end(room)
+                if key in self._rooms:
+                    self.abort(key, f"aborted: {reason}")
             case WriterQuiesced(key):
                 if (room := self._rooms.get(key)) is not None:
                     room.quiet_since = self.clock()
@@ -173,8 +171,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
                 self._arrived(item)
             case RoomBroken(key, reason, corrupt_pages):
                 self.metrics.count(NodeMetric.CORRUPT_PAGES, corrupt_pages)
-                if (room := self._rooms.get(key)) is not None:
-                    self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True)
+                self.fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
             case _:
                 log.warning("not for a decode node", extra={"command": type(item).__name__})
 
@@ -205,8 +202,8 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def handling_failed(self, link: Link | None, item: Command | ReceiverEvent, incident: str) -> None:
         key, reason = room_of(item), f"internal error, incident {incident}"
-        if key is not None and (room := self._rooms.get(key)) is not None:
-            self._fail(room, HandoffState.TRANSFERRING, reason, retriable=False)
+        if key in self._rooms:
+            self.fail(key, HandoffState.TRANSFERRING, reason, retriable=False)
         elif isinstance(item, Reserve) and link is not None:
             link.report(RoomFailed(item.reservation.key, HandoffState.QUEUED.phase, reason, retriable=False))
         elif isinstance(item, WriterQuiesced | Settled):  # of fenced pages: let it be said again, or they stay there
@@ -239,7 +236,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
         for room in list(self._rooms.values()):
             if room.reservation.writer == identity and room.state in (RoomState.QUEUED, RoomState.ARRIVING):
                 reason, cause = f"prefill node {identity.node_id} left", FailureCause.PEER_LEFT
-                self._fail(room, HandoffState.TRANSFERRING, reason, retriable=True, cause=cause)
+                self.fail(room.key, HandoffState.TRANSFERRING, reason, retriable=True, cause=cause)
         if any(writer == identity for _, writer in self._fence.waiting()):
             # The end of its session does not prove that it writes no more: these pages wait for WriterGone.
             self._receiver.await_gone(identity)
@@ -247,6 +244,14 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             self._agent.remove_peer(identity)
 
     # ---- rooms end ----
+
+    def link_of(self, key: RoomKey) -> Link | None:
+        room = self._rooms.get(key)
+        return None if room is None else room.link
+
+    def abort(self, key: RoomKey, why: str) -> None:
+        self.journal.failed(key, why)
+        self._end(self._rooms[key])
 
     def _end(self, room: DecodeRoom) -> None:
         """Forget a room. Pages that a write may still reach are fenced, all others are free at once."""
@@ -266,18 +271,6 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _unfence(self, pages: list[int]) -> None:
         self._allocator.free(pages, FENCED)
         self._room_changed = self._room_changed or bool(pages)
-
-    def _fail(
-        self,
-        room: DecodeRoom,
-        phase: HandoffState,
-        reason: str,
-        retriable: bool,
-        code: str = KVRelayError.code,
-        cause: FailureCause = FailureCause.FAULT,
-    ) -> None:
-        self.report_failed(room.link, room.key, phase, reason, retriable, code, cause)
-        self._end(room)
 
     # ---- a pass ----
 
@@ -330,7 +323,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
             self._ask_writers(link)
         for room in [*self._in(RoomState.QUEUED), *self._in(RoomState.ARRIVING)]:
             if room.quiet_since is not None and now - room.quiet_since >= REMIND_S:
-                self._fail(room, HandoffState.TRANSFERRING, "its writer is done, not all pages came", retriable=True)
+                self.fail(room.key, HandoffState.TRANSFERRING, "its writer is done, not all pages came", retriable=True)
 
     def step(self) -> bool:
         if self._receiver.failure is not None:
@@ -378,14 +371,14 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
     def _send_back(self, room: DecodeRoom, reason: str) -> None:
         """Have the front door take it through a prefill node again."""
         self.metrics.count(NodeMetric.RETRACTED, 1, "prefill")
-        self._fail(room, HandoffState.DECODING, reason, retriable=True, cause=FailureCause.RETRACTED)
+        self.fail(room.key, HandoffState.DECODING, reason, retriable=True, cause=FailureCause.RETRACTED)
 
     def _last_one_needs(self, room: DecodeRoom) -> list[DecodeRoom]:
         """Nobody else runs and no page is free: pages that arrive or are fenced will come back, unless it needs all."""
         if len(room.pages) == self._allocator.num_pages:
             limit = f"{self._allocator.num_pages} pages of {self._page_size} tokens"
             reason = f"out of pages: this node has {limit}"
-            self._fail(room, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
+            self.fail(room.key, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
         return []
 
     def _decode(self, running: list[DecodeRoom]) -> None:
@@ -413,7 +406,7 @@ class DecodeEngine(EngineLoop[ReceiverEvent]):
 
     def step_failed(self, incident: str) -> None:
         for room in self._in(RoomState.RUNNING):
-            self._fail(room, HandoffState.DECODING, f"internal error, incident {incident}", retriable=False)
+            self.fail(room.key, HandoffState.DECODING, f"internal error, incident {incident}", retriable=False)
 
     def _forward(self, rows: list[Row]) -> Tensor:
         return self._device.runner.forward(build_batch(rows, self._page_size, self._device.pool.device))

@@ -128,7 +128,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
 
     def link_lost(self, link: Link) -> None:
         for key in [key for key, room in self._rooms.items() if room.link is link]:
-            self._abort(key, "its front door was lost")
+            self.abort(key, "its front door was lost")
 
     def handle(self, link: Link | None, item: Command | SenderEvent) -> None:
         match item:
@@ -145,7 +145,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
                     link.report(RoomQuiesced(key))
                 else:
                     room.asked.add(link)
-                    self._abort(key, f"aborted: {reason}")
+                    self.abort(key, f"aborted: {reason}")
             case PeerJoined(peer):
                 self._agent.add_peer(peer.identity, peer.agent_metadata, peer.memory)
             case PeerLeft(identity):
@@ -159,7 +159,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             case Quiesced(key):
                 self._say_quiet(self._end(key))
             case WriteFailed(key, reason):
-                self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
+                self.fail(key, HandoffState.TRANSFERRING, reason, retriable=True)
             case _:
                 log.warning("not for a prefill node", extra={"command": type(item).__name__})
 
@@ -176,19 +176,23 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             case Abort(key) if key not in self._rooms and link is not None:
                 link.report(RoomQuiesced(key))
             case _ if (room := room_of(item)) is not None:
-                self._fail(room, HandoffState.PREFILLING, reason, retriable=False)
+                self.fail(room, HandoffState.PREFILLING, reason, retriable=False)
 
     def _granted(self, room: _Room, granted: Granted) -> None:
         """A decode node's pages, as it says: too few would fail the pass, and with it all others' rooms."""
         key, needed = granted.key, self._device.layout.pages_for(len(room.request.task.token_ids))
         if len(granted.pages) != needed:
             reason = f"{len(granted.pages)} pages were granted on {granted.peer.node_id}, {needed} are needed"
-            self._fail(key, HandoffState.QUEUED, reason, retriable=True)
+            self.fail(key, HandoffState.QUEUED, reason, retriable=True)
         elif self._scheduler.grant(key) is not None:
             room.grant = granted
             self._passes.waits(key)
 
-    def _abort(self, key: RoomKey, why: str) -> None:
+    def link_of(self, key: RoomKey) -> Link | None:
+        room = self._rooms.get(key)
+        return None if room is None or room.over else room.link
+
+    def abort(self, key: RoomKey, why: str) -> None:
         """Compute and post nothing more for a room. It ends at once, or when the sender says that it is quiet."""
         self.journal.failed(key, why)
         room = self._rooms[key]
@@ -200,25 +204,11 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             self._scheduler.finish(key)  # of one that was admitted in a pass that failed before it was opened
             self._forget(key).link.report(RoomQuiesced(key))
 
-    def _fail(
-        self,
-        key: RoomKey,
-        phase: HandoffState,
-        reason: str,
-        retriable: bool,
-        cause: FailureCause = FailureCause.FAULT,
-    ) -> None:
-        room = self._rooms.get(key)
-        if room is None or room.over:
-            return
-        self.report_failed(room.link, key, phase, reason, retriable, cause=cause)
-        self._abort(key, reason)
-
     def _peer_left(self, identity: NodeIdentity) -> None:
         for key, room in list(self._rooms.items()):
             if room.grant is not None and room.grant.peer == identity:
                 reason = f"decode node {identity.node_id} left"
-                self._fail(key, HandoffState.TRANSFERRING, reason, retriable=True, cause=FailureCause.PEER_LEFT)
+                self.fail(key, HandoffState.TRANSFERRING, reason, retriable=True, cause=FailureCause.PEER_LEFT)
         self._agent.remove_peer(identity)
 
     def _end(self, key: RoomKey) -> _Room:
@@ -289,7 +279,7 @@ class PrefillEngine(PromptEngine[SenderEvent]):
             self._scheduler.abandon_forward(batch)
         for row in batch.rows:
             reason = f"internal error, incident {incident}"
-            self._fail(row.request.key, HandoffState.PREFILLING, reason, retriable=False)
+            self.fail(row.request.key, HandoffState.PREFILLING, reason, retriable=False)
 
     def _open(self, rows: list[BatchRow]) -> None:
         """Name new rooms to the sender and let their cached pages go out before anything is computed."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.clock import Clock, monotonic
-from engine.core.errors import KVRelayError, Overloaded
+from engine.core.errors import Overloaded
 from engine.core.handoff import FailureCause, HandoffState
 from engine.core.loop import Link, room_of
 from engine.core.messages import (
@@ -80,8 +80,8 @@ class UnifiedEngine(PromptEngine[None]):
     # ---- what comes in ----
 
     def link_lost(self, link: Link) -> None:
-        for room in [room for room in self._rooms.values() if room.link is link]:
-            self._end(room, "its front door was lost")
+        for key in [key for key, room in self._rooms.items() if room.link is link]:
+            self.abort(key, "its front door was lost")
 
     def handle(self, link: Link | None, item: Command | None) -> None:
         match item:
@@ -89,8 +89,8 @@ class UnifiedEngine(PromptEngine[None]):
                 assert link is not None
                 self._submit(task, link)
             case Abort(key, reason):
-                if (room := self._rooms.get(key)) is not None:
-                    self._end(room, f"aborted: {reason}")
+                if key in self._rooms:
+                    self.abort(key, f"aborted: {reason}")
             case _:
                 log.warning("not for a unified node", extra={"command": type(item).__name__})
 
@@ -102,34 +102,27 @@ class UnifiedEngine(PromptEngine[None]):
 
     def handling_failed(self, link: Link | None, item: Command | None, incident: str) -> None:
         reason, key = f"internal error, incident {incident}", room_of(item)
-        room = None if key is None else self._rooms.get(key)
-        if room is not None:
-            self._fail(room, HandoffState.QUEUED, reason, retriable=False)
+        if key in self._rooms:
+            self.fail(key, HandoffState.QUEUED, reason, retriable=False)
         elif isinstance(item, Submit) and link is not None:
             link.report(RoomFailed(item.task.key, HandoffState.QUEUED.phase, reason, retriable=False))
 
     # ---- rooms end ----
 
-    def _end(self, room: UnifiedRoom, why: str = "") -> None:
-        """Forget a room, whatever it was doing. Its pages are free, or cached. why: it did not come to its own end."""
-        if why:
-            self.journal.failed(room.key, why)
-            self._scheduler.abort(room.key)
+    def link_of(self, key: RoomKey) -> Link | None:
+        room = self._rooms.get(key)
+        return None if room is None else room.link
+
+    def abort(self, key: RoomKey, why: str) -> None:
+        self.journal.failed(key, why)
+        self._scheduler.abort(key)
+        self._end(self._rooms[key])
+
+    def _end(self, room: UnifiedRoom) -> None:
+        """Forget a room, whatever it was doing. Its pages are free, or cached."""
         self._scheduler.finish(room.key)
         self.journal.ended(room.key)
         del self._rooms[room.key]
-
-    def _fail(
-        self,
-        room: UnifiedRoom,
-        phase: HandoffState,
-        reason: str,
-        retriable: bool,
-        code: str = KVRelayError.code,
-        cause: FailureCause = FailureCause.FAULT,
-    ) -> None:
-        self.report_failed(room.link, room.key, phase, reason, retriable, code, cause)
-        self._end(room, reason)
 
     # ---- what the scheduler asks ----
 
@@ -168,11 +161,11 @@ class UnifiedEngine(PromptEngine[None]):
         victim = min(rooms, key=lambda room: (self._ranking.of(room.request), room.generated, -room.prompt))
         if len(rooms) == 1:
             reason = f"out of pages: this node has {self._num_pages} pages of {self._page_size} tokens"
-            self._fail(victim, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
+            self.fail(victim.key, HandoffState.DECODING, reason, retriable=False, code=Overloaded.code)
         elif not self.may_wait(victim.request):
             # It would never be admitted again.
             reason, cause = "retracted: out of pages", FailureCause.RETRACTED
-            self._fail(victim, HandoffState.DECODING, reason, retriable=True, cause=cause)
+            self.fail(victim.key, HandoffState.DECODING, reason, retriable=True, cause=cause)
         else:
             self._retract(victim, victim.task(self._page_size))
 
@@ -221,9 +214,8 @@ class UnifiedEngine(PromptEngine[None]):
             self._scheduler.abandon_forward(self._batch)
             self._batch = None
         for room in rooms:
-            if room.key in self._rooms:
-                phase = HandoffState.DECODING if room.generated > room.first_index else HandoffState.PREFILLING
-                self._fail(room, phase, f"internal error, incident {incident}", retriable=False)
+            phase = HandoffState.DECODING if room.generated > room.first_index else HandoffState.PREFILLING
+            self.fail(room.key, phase, f"internal error, incident {incident}", retriable=False)
 
     def _say_admitted(self, prefilling: Sequence[UnifiedRoom]) -> None:
         """Of those whose first forward begins."""

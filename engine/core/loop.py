@@ -165,6 +165,14 @@ class EngineLoop(abc.ABC, Generic[Event]):
         """`handle` raised: end the room that the item is about, if it is about one."""
 
     @abc.abstractmethod
+    def link_of(self, key: RoomKey) -> Link | None:
+        """The way back of a room; None when it has ended, or its front door waits for no word of it."""
+
+    @abc.abstractmethod
+    def abort(self, key: RoomKey, why: str) -> None:
+        """End a room that is here before it comes to its own end. why: for the journal."""
+
+    @abc.abstractmethod
     def link_lost(self, link: Link) -> None:
         """End every room that came over this link."""
 
@@ -186,9 +194,8 @@ class EngineLoop(abc.ABC, Generic[Event]):
     def check_integrity(self) -> None:
         """Assert that every page and every queue is accounted for."""
 
-    def report_failed(
+    def fail(
         self,
-        link: Link,
         key: RoomKey,
         phase: HandoffState,
         reason: str,
@@ -196,11 +203,14 @@ class EngineLoop(abc.ABC, Generic[Event]):
         code: str = KVRelayError.code,
         cause: FailureCause = FailureCause.FAULT,
     ) -> None:
-        """Tell its front door, the journal, the log and the metrics that a live room has failed. The caller ends it."""
+        """Tell its front door, the log and the metrics that a room has failed, and end it; not one that is over."""
+        link = self.link_of(key)
+        if link is None:
+            return
         self.metrics.count(NodeMetric.FAILED, 1, phase.phase)
         log.warning("room failed", extra={"room": str(key), "phase": phase.phase, "reason": reason})
         link.report(RoomFailed(key, phase.phase, reason, retriable, code, cause))
-        self.journal.failed(key, f"failed while {phase.phase}: {reason}")
+        self.abort(key, f"failed while {phase.phase}: {reason}")
 
     def integrity_problems(self) -> tuple[str, ...]:
         try:

@@ -81,6 +81,12 @@ class TinyEngine(EngineLoop[str]):
     def handling_failed(self, link: Link | None, item: Command | str, incident: str) -> None:
         self.unhandled.append((item, incident))
 
+    def link_of(self, key: RoomKey) -> Link | None:
+        return None
+
+    def abort(self, key: RoomKey, why: str) -> None:
+        raise AssertionError(f"there is no room {key} here")
+
     def link_up(self, link: Link) -> None:
         self._take(link, LinkUp())
 
