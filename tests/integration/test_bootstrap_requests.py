@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -277,7 +276,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
     task = (await nodes[0].expect(Submit)).task
     await nodes[1].report(Grant(task.key, (1,), 300))
     await nodes[0].expect(Granted)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     while True:
         error = await Reply(stub.Generate(GenerateRequest(text="hello"), timeout=0.5)).error()
         if error.code == "UNAVAILABLE":

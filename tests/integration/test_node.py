@@ -6,7 +6,6 @@ Here in the test's own loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import threading
@@ -91,7 +90,7 @@ class Node:
     async def signal(self, number: int = signal.SIGTERM) -> None:
         await until(lambda: self.engine.turns > 0 or not self.engine.ready, "the process is up")
         assert not self.left
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         await asyncio.sleep(0)  # let the loop see it
 
     async def stop(self) -> None:

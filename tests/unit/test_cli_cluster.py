@@ -254,7 +254,7 @@ class Popen(subprocess.Popen):
         if os.path.exists(sys.argv[4]):
             self._waitpid_lock.acquire()
             os.unlink(sys.argv[4])
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             self._waitpid_lock.release()
         return super().poll()
 subprocess.Popen = Popen
@@ -309,7 +309,7 @@ def test_second_hangup_is_no_impatience() -> None:
     with Interrupts() as interrupts:
         interrupts.quiet = True
         for number, count in ((signal.SIGHUP, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             assert interrupts.count == count
 
 
