@@ -24,6 +24,7 @@ __all__ = [
     "JOIN_TOKEN_REASONS",
     "Caller",
     "Guard",
+    "caller_name",
     "open_channel",
     "open_channel_aio",
     "server_credentials",
@@ -166,10 +167,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         """The API key that a client's call shows; None where none is needed."""
         return _key_shown(self._keys, _pairs(context.invocation_metadata())) if self._keys else None
 
-    def caller_name(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        """Whose call a client's call is, by name of the API key; where no keys are needed, by IP address."""
-        key = self.key(context)
-        return context.peer().rpartition(":")[0] if key is None else key.name
+
+def caller_name(key: ApiKey | None, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Whose call a client's call is, by name of the API key that it shows; where none is needed, by IP address."""
+    return context.peer().rpartition(":")[0] if key is None else key.name
 
 
 def _pairs(metadata: Any) -> dict[str, str]:

@@ -26,7 +26,7 @@ from engine.core.sampling import FinishReason
 from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
 from kvrelay.v1 import generation_pb2_grpc as pb_grpc
-from rpc.security import Guard
+from rpc.security import Guard, caller_name
 
 __all__ = ["GenerationServicer"]
 
@@ -58,10 +58,10 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self._limits = limits
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        end = self._limits.begin(self._guard.caller_name(context))
+        key = self._guard.key(context)
+        end = self._limits.begin(caller_name(key, context))
         context.add_done_callback(lambda _: end())  # type: ignore[arg-type]  # as below
         try:
-            key = self._guard.key(context)
             ask, options = await self._read(request, context.time_remaining(), key.name if key else None)
             answer = Answer(self._text, options, ask.token_ids)
             finish = await self._prompts.resume(answer, ask.resumed, ask.stopping)
@@ -106,7 +106,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._limits.take(self._guard.caller_name(context))
+        self._limits.take(caller_name(self._guard.key(context), context))
         match request.WhichOneof("prompt"):
             case "text":
                 text, token_ids = request.text, await self._prompts.encode(request.text, self._max_context())
@@ -118,7 +118,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         return pb.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        self._limits.take(self._guard.caller_name(context))
+        self._limits.take(caller_name(self._guard.key(context), context))
         text = await self._prompts.decode(request.token_ids, request.skip_special_tokens, self._max_context())
         return pb.DetokenizeResponse(text=text)
 
