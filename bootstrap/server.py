@@ -83,15 +83,15 @@ class BootstrapServer:
 
     async def start(self) -> None:
         await self._rpc.start()
-        await self._rpc.set_serving(True)
-        await self._rpc.set_serving(False, GENERATION)
+        self._rpc.set_serving(True)
+        self._rpc.set_serving(False, GENERATION)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._follow_pools())]
         log.info("listening", extra={"port": self.port})
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Take nothing new in; return when every live request has ended, in time or by an error."""
         self.front.draining = True
-        await self._rpc.set_serving(False)
+        self._rpc.set_serving(False)
         log.info("draining", extra={"live": len(self.front.requests)})
         by = monotonic() + self._config.drain_timeout
         while self.front.requests and not hurry.is_set() and monotonic() < by:
@@ -119,7 +119,7 @@ class BootstrapServer:
     async def _follow_pools(self) -> None:
         while not self.front.draining:
             news = self._changes.news
-            await self._rpc.set_serving(self.front.ready, GENERATION)
+            self._rpc.set_serving(self.front.ready, GENERATION)
             await news.wait()
 
 

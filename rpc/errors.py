@@ -146,7 +146,7 @@ def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., A
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             responses = behaviour(_checked(request), context)
-            if inspect.isawaitable(responses):  # not a generator: it writes to the context, as health's Watch does
+            if inspect.isawaitable(responses):  # not a generator: it writes to the context
                 await responses
                 return
             async for response in responses:

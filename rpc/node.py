@@ -141,10 +141,10 @@ class _NodeProcess:
                 self._observe()
                 if serving != (useful := self._useful()):
                     serving = useful
-                    await self._server.set_serving(serving)
+                    self._server.set_serving(serving)
                     log.info("serving" if serving else "not serving")
                 await asyncio.sleep(WATCH_S)
-            await self._server.set_serving(False)
+            self._server.set_serving(False)
             await self._drain()
             return 1 if self._failed else 0
         finally:

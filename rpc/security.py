@@ -24,9 +24,11 @@ __all__ = [
     "JOIN_TOKEN_REASONS",
     "Caller",
     "Guard",
+    "Handler",
     "caller_name",
     "open_channel",
     "open_channel_aio",
+    "refusal",
     "server_credentials",
 ]
 
@@ -148,7 +150,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         try:
             self._check(self._services.get(service), _pairs(handler_call_details.invocation_metadata))
         except (Unauthenticated, PermissionDenied) as error:
-            return _refusal(error)
+            return refusal(error)
         return await continuation(handler_call_details)
 
     def _check(self, caller: Caller | None, metadata: Mapping[str, str]) -> None:
@@ -190,7 +192,7 @@ def _key_shown(keys: Sequence[ApiKey], metadata: Mapping[str, str]) -> ApiKey:
     return key
 
 
-def _refusal(error: Exception) -> Handler:
+def refusal(error: Exception) -> Handler:
     """A handler that reads nothing, whatever kind of call it answers, and raises `error`."""
 
     async def refuse(requests: AsyncIterator[Any], context: object) -> NoReturn:

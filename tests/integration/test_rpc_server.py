@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+import rpc.server
 from engine.core import errors as named
 from engine.core.errors import ConfigError, InvalidField, KVRelayError
 from rpc.errors import from_rpc_error
@@ -273,9 +274,9 @@ async def check(channel: grpc.aio.Channel, service: str = "") -> int:
 
 async def test_health_of_the_process_and_of_each_service(server: RpcServer, channel: grpc.aio.Channel) -> None:
     assert [await check(channel), await check(channel, SERVICE)] == [NOT_SERVING, NOT_SERVING]
-    await server.set_serving(True)
+    server.set_serving(True)
     assert [await check(channel), await check(channel, SERVICE)] == [SERVING, SERVING]
-    await server.set_serving(False, SERVICE)
+    server.set_serving(False, SERVICE)
     assert [await check(channel), await check(channel, SERVICE)] == [SERVING, NOT_SERVING]
     back = from_rpc_error(await failure(check(channel, "test.Nothing")))
     assert back.code == "NOT_FOUND"
@@ -284,13 +285,86 @@ async def test_health_of_the_process_and_of_each_service(server: RpcServer, chan
 async def test_health_can_be_watched(server: RpcServer, channel: grpc.aio.Channel) -> None:
     watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
     assert (await watch.read()).status == NOT_SERVING
-    await server.set_serving(True)
+    server.set_serving(True)
     assert (await watch.read()).status == SERVING
     watch.cancel()
 
 
+async def test_a_watcher_that_does_not_read_holds_up_nobody(server: RpcServer, channel: grpc.aio.Channel) -> None:
+    narrow = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", narrow) as deaf:
+        asked = health_pb2.HealthCheckRequest(service="")
+        health_pb2_grpc.HealthStub(deaf).Watch(asked)  # its window takes no whole answer
+        assert await check(deaf) == NOT_SERVING, "it has arrived"
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=10)
+        for status in (NOT_SERVING, SERVING, NOT_SERVING):
+            server.set_serving(status == SERVING)
+            assert (await watch.read()).status == status
+        watch.cancel()
+
+
+async def test_calls_that_need_no_credentials_are_bounded(
+    server: RpcServer, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether their messages come or not. Others that stay open do not make a process look dead."""
+    monkeypatch.setattr(rpc.server, "MAX_OPEN_CALLS", 3)
+    monkeypatch.setattr(rpc.server, "MAX_OPEN_CHECKS", 5)
+    health, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+
+    async def refusal() -> KVRelayError | None:
+        """Of one more watcher."""
+        watch: Any = health.Watch(asked, timeout=10)
+        try:
+            await watch.read()
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+        watch.cancel()
+        return None
+
+    silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check", None, None)
+    staying: list[Any] = [health.Watch(asked), reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()]
+    staying.append(silent())
+    assert await check(channel) == NOT_SERVING
+    error = await refusal()
+    assert isinstance(error, named.Overloaded)
+    assert (error.reason, error.metadata) == ("OPEN_CALLS", {"limit": "open_calls", "value": "3"})
+    staying += [silent(), silent()]
+    assert from_rpc_error(await failure(check(channel))).reason == "OPEN_CALLS"
+    assert await call(channel, "unary_unary", text("hello")) == ["hello"], "a service that is not open to all"
+    for one in staying:
+        one.cancel()
+    async with asyncio.timeout(10):
+        while await refusal():  # until the server has heard of that
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_caller_without_credentials_says_is_short(channel: grpc.aio.Channel) -> None:
+    fits = "x" * (rpc.server.MAX_OPEN_BYTES - 3)
+    assert from_rpc_error(await failure(check(channel, fits))).code == "NOT_FOUND"
+    assert from_rpc_error(await failure(check(channel, fits + "x"))).code == "INVALID_ARGUMENT"
+
+
+async def test_a_connection_has_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc.server, "MAX_STREAMS", 2)
+    server = RpcServer("127.0.0.1:0", (SERVICE,), add)
+    await server.start()
+    private = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", private) as one:
+        await call(one, "unary_unary", text("hello"))  # the caller has heard of the limit
+        invoke: Any = one.unary_unary(f"/{SERVICE}/unary_unary", None, StringValue.FromString)
+        waiting = [invoke(text("wait")) for _ in range(2)]
+        third = invoke(text("third"))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", private) as other:
+            assert await call(other, "unary_unary", text("hello")) == ["hello"]
+        assert not third.done()
+        waiting[0].cancel()
+        assert (await third).value == "third"
+        waiting[1].cancel()
+    await server.stop(0)
+
+
 async def test_stopping_is_said_before_it_is_done(server: RpcServer, channel: grpc.aio.Channel) -> None:
-    await server.set_serving(True)
+    server.set_serving(True)
     waiting: Any = channel.unary_unary(f"/{SERVICE}/unary_unary", None, StringValue.FromString)(text("wait"))
     watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watch.read()).status == SERVING

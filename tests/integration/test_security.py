@@ -43,7 +43,7 @@ from rpc.session import Session, end
 from tests.helpers.bootstrap_peer import bootstrap_peer
 from tests.helpers.certificates import Authority, Pair
 from tests.helpers.cluster import free_port
-from tests.helpers.front_cluster import FrontCluster, Reply, front_cluster
+from tests.helpers.front_cluster import FrontCluster, Reply, assert_soon, front_cluster
 from tests.helpers.tiny_engine import TinyEngine, registration, until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -105,7 +105,7 @@ async def health(address: str, tls: DialTls) -> int:
 async def tls_server(pair: Pair, client_ca: Path | None = None) -> AsyncIterator[str]:
     server = RpcServer("127.0.0.1:0", credentials=server_credentials(pair.cert, pair.key, client_ca))
     await server.start()
-    await server.set_serving(True)
+    server.set_serving(True)
     try:
         yield f"localhost:{server.port}"
     finally:
@@ -349,6 +349,24 @@ async def test_callers_are_turned_away_before_they_are_read(guarded: FrontCluste
         invoke: Any = getattr(guarded.channel, kind)("/kvrelay.v1.Generation/Generate", None, None)
         call = invoke(b"\xff\xff\xff")
         assert (await failure(call if kind == "unary_unary" else call.read())).reason == "NO_API_KEY"
+
+
+async def test_a_flood_of_callers_without_credentials_is_turned_away_and_leaves_nothing(guarded: FrontCluster) -> None:
+    """Over several connections and all at once, more than grpc by itself lets wait; who has a key is answered."""
+    tasks, address = len(asyncio.all_tasks()), f"127.0.0.1:{guarded.server.port}"
+    async with contextlib.AsyncExitStack() as stack:
+        flood: list[Any] = []
+        for _ in range(3):
+            private = [("grpc.use_local_subchannel_pool", 1)]
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, private))
+            generate = generation_pb2.GenerateRequest(text="x" * 1000)
+            flood += [BootstrapStub(channel).Attach() for _ in range(300)]
+            flood += [GenerationStub(channel).Generate(generate) for _ in range(300)]
+        assert (await get_model(guarded, bearer(USER))).name == "tiny"
+        assert not (await list_nodes(guarded, bearer(ADMIN))).nodes
+        async with asyncio.timeout(20):
+            assert {await call.code() for call in flood} == {grpc.StatusCode.UNAUTHENTICATED}
+    await assert_soon(lambda: len(asyncio.all_tasks()) <= tasks, "nothing goes on for them")
 
 
 async def test_blocking_callers_show_their_key_with_and_without_tls(

@@ -199,7 +199,7 @@ class Front:
     async def _serve(self) -> None:
         server = RpcServer("127.0.0.1:0", ["kvrelay.v1.Generation"], self._add)
         await server.start()
-        await server.set_serving(True)
+        server.set_serving(True)
         self.address = f"127.0.0.1:{server.port}"
         self._stop = asyncio.Event()
         self._ready.set()
