@@ -22,6 +22,7 @@ from engine.core.types import Role
 
 __all__ = ["given_up", "no_node", "node_lost", "outgrown", "room_failed", "too_slow"]
 
+MAX_REASON = 1024  # characters of what a node says
 MOST_LOSSES = 16  # nodes that one request may lose: it may be what takes them down
 
 _PHASES = frozenset(state.phase for state in HandoffState)
@@ -67,7 +68,7 @@ def room_failed(node: Node, failed: RoomFailed) -> KVRelayError:
     """What a node reported: UNAVAILABLE as long as others may do better, else the status that it names."""
     kind = Unavailable if failed.retriable else _BY_CODE.get(failed.code, KVRelayError)
     phase = failed.phase if failed.phase in _PHASES else "unknown"  # it becomes a label of a metric
-    where = f"{node.role} node {node.node_id} failed while {phase}: {failed.reason}"
+    where = f"{node.role} node {node.node_id} failed while {phase}: {failed.reason[:MAX_REASON]}"
     return kind(where, reason="ROOM_FAILED", phase=phase, node=node.node_id)
 
 

@@ -20,6 +20,7 @@ from engine.core.types import NodeIdentity, RoomKey
 __all__ = ["REMIND_S", "Fences"]
 
 REMIND_S = 5.0  # a writer that has not answered for so long is asked again
+MAX_WAITS = 100_000  # beyond that a room is left to its decode node, which names it every few seconds
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class Fences:
 
     def add(self, key: RoomKey, writer: Node, decode: Node | None) -> None:
         """The attempt has ended, and the writer was told. decode: None when it never learned where to write."""
-        self._waits[key] = _Wait(writer, decode, self._clock())
+        if len(self._waits) < MAX_WAITS:
+            self._waits[key] = _Wait(writer, decode, self._clock())
 
     def reported(self, key: RoomKey, identity: NodeIdentity, decode: Node) -> None:
         """A decode node waits for a writer: ask that one, if it is here. If not, it is named again when it joins."""

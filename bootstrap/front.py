@@ -200,7 +200,7 @@ class FrontDoor:
         self._changed()
 
     def on_report(self, node: Node, report: Report) -> None:
-        """What a node says on its session. Nothing, once it has left."""
+        """What a node says on its session. Nothing, once it has left. Raises InvalidField for what ends the session."""
         if self.registry.get(node.node_id) is not node:
             return
         node.heard = self._clock()

@@ -15,7 +15,7 @@ from typing import Protocol
 from bootstrap.fit import Size, answer_room
 from bootstrap.routing import DecodeView, PrefillView
 from engine.core.clock import Clock
-from engine.core.errors import InvalidField, KVRelayError, Refused
+from engine.core.errors import InvalidField, KVRelayError, Overloaded, Refused
 from engine.core.messages import CacheDelta, Command, NodeStats, PeerJoined, PeerLeft, Registration
 from engine.core.types import DTYPE_BYTES, PROTOCOL_VERSION, NodeIdentity, PageLayout, PeerInfo, Role, RoomKey
 
@@ -87,12 +87,20 @@ class Node:
         return DecodeView(self.node_id, free, required, rows, self.stats.idle and not self.rooms, self.last_chosen)
 
     def apply(self, delta: CacheDelta) -> None:
+        """Raises InvalidField when that makes more keys than the node has pages."""
         if delta.reset:
             self.cached.clear()
         self.cached.difference_update(delta.removed)
         self.cached.update(delta.added)
+        pages = self.registration.memory.num_pages + self.registration.host_pages
+        if len(self.cached) > pages:
+            limit = f"at most {pages} with those added before, one a page"
+            raise InvalidField("cache_delta.added", len(self.cached), limit)
 
 
+DEVICES = ("cpu", "cuda")
+MAX_NODES = 1024
+MAX_AGENT_METADATA = 1 << 20  # bytes; a few KB are usual
 MAX_REPLACED = 1024  # processes remembered; by then the oldest have long given up
 
 
@@ -141,6 +149,7 @@ class Registry:
 
     def check(self, registration: Registration) -> None:
         """Raise Refused, naming the field and both values, when this node can fit no cluster, or not this one.
+        Overloaded when there are too many already.
 
         A node of its role that is attached under the same id does not count: it would be replaced. One of the other
         role is another node, and keeps its id.
@@ -151,6 +160,8 @@ class Registry:
         if namesake is not None and namesake.role is not registration.role:
             raise _refused("identity.node_id", namesake.node_id, f"an id that no {namesake.role} node has")
         others = [node for node in self._nodes.values() if node is not namesake]
+        if len(others) >= MAX_NODES:
+            raise Overloaded(f"{len(others)} other nodes are attached", reason="TOO_MANY_NODES", limit=str(MAX_NODES))
         layout = registration.layout
         _refuse("protocol_version", registration.protocol_version, PROTOCOL_VERSION)
         _sane(registration)
@@ -254,7 +265,7 @@ class Registry:
 
 
 def _sane(registration: Registration) -> None:
-    """Raise Refused for numbers that no node can have, before anything is computed from them."""
+    """Raise Refused for values that no node can have, before anything is computed from them or kept."""
     layout = registration.layout
     if layout.dtype not in DTYPE_BYTES:
         raise _refused("layout.dtype", layout.dtype, f"one of {', '.join(DTYPE_BYTES)}")
@@ -268,6 +279,11 @@ def _sane(registration: Registration) -> None:
     ):
         if value < 1:
             raise _refused(name, value, "at least 1")
+    if registration.memory.device not in DEVICES:
+        raise _refused("memory.device", registration.memory.device, f"one of {', '.join(DEVICES)}")
+    size = len(registration.agent_metadata)
+    if size > MAX_AGENT_METADATA:
+        raise _refused("agent_metadata", size, f"at most {MAX_AGENT_METADATA} bytes")
 
 
 def _refuse(field_name: str, value: object, expected: object) -> None:

@@ -39,6 +39,7 @@ def main(config: PrefillConfig) -> int:
             memory=device.memory,
             agent_metadata=agent.metadata,
             max_context=device.max_context,
+            host_pages=device.host_pages,
         )
 
     return serve_node(Role.PREFILL, config.node, build, size)

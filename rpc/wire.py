@@ -5,6 +5,7 @@ Messages from a peer are input: what does not convert raises InvalidField, never
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from engine.core import messages as m
@@ -13,6 +14,8 @@ from engine.core.handoff import FailureCause
 from engine.core.page_keys import KEY_BYTES
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 from engine.core.types import (
+    NODE_NAME,
+    NODE_NAME_RULE,
     NodeIdentity,
     PageLayout,
     PeerInfo,
@@ -110,6 +113,15 @@ def stopping_from_wire(message: pb.NodeStopping) -> StoppingParams:
     )
 
 
+def _keys(name: str, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Raises InvalidField for one that is no page key."""
+    keys = tuple(keys)
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise InvalidField(f"cache_delta.{name}", key[: KEY_BYTES + 1], f"keys of {KEY_BYTES} bytes")
+    return keys
+
+
 def _split_keys(data: bytes) -> tuple[bytes, ...]:
     if len(data) % KEY_BYTES:
         raise InvalidField("page_keys", len(data), f"a multiple of {KEY_BYTES} bytes")
@@ -131,12 +143,15 @@ def registration_to_wire(registration: m.Registration) -> pb.Register:
         max_context=registration.max_context,
         reserved_decode_tokens=registration.reserved_decode_tokens,
         max_running=registration.max_running,
+        host_pages=registration.host_pages,
     )
 
 
 def registration_from_wire(message: pb.Register) -> m.Registration:
-    if not message.identity.node_id or not message.identity.incarnation:
-        raise InvalidField("identity", str(message.identity), "a node id and an incarnation")
+    for name in ("node_id", "incarnation"):
+        value = getattr(message.identity, name)
+        if not NODE_NAME.fullmatch(value):
+            raise InvalidField(f"identity.{name}", value, NODE_NAME_RULE)
     return m.Registration(
         identity=identity_from_wire(message.identity),
         role=role_from_wire(message.role),
@@ -148,6 +163,7 @@ def registration_from_wire(message: pb.Register) -> m.Registration:
         max_context=message.max_context,
         reserved_decode_tokens=message.reserved_decode_tokens,
         max_running=message.max_running,
+        host_pages=message.host_pages,
     )
 
 
@@ -339,7 +355,7 @@ def report_from_wire(message: pb.NodeReport) -> m.Report | None:
             return m.RoomQuiesced(room_from_wire(message.room_quiesced))
         case "cache_delta":
             delta = message.cache_delta
-            return m.CacheDelta(tuple(delta.added), tuple(delta.removed), delta.reset)
+            return m.CacheDelta(_keys("added", delta.added), _keys("removed", delta.removed), delta.reset)
         case "inspection":
             found = message.inspection
             return m.Inspection(found.inspection_id, stats_from_wire(found.stats), tuple(found.problems))

@@ -31,6 +31,7 @@ def main(config: UnifiedConfig) -> int:
             memory=device.memory,
             agent_metadata=b"",
             max_context=device.max_context,
+            host_pages=device.host_pages,
         )
 
     return serve_node(Role.UNIFIED, config.node, build)

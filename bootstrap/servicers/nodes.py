@@ -109,15 +109,16 @@ class NodesServicer(pb_grpc.BootstrapServicer):
                     report = report_from_wire(message)
                     if report is not None:
                         self._front.on_report(node, report)
+                except InvalidField:  # it is wrong about itself, and has to begin anew
+                    raise
                 except Exception as error:  # as above
                     self._front.not_taken(node, _rooms(message), error)
                 if message.HasField("heartbeat"):
                     link.acknowledge()
                 await link.caught_up()
-        except KVRelayError as error:
-            unreadable = error
-        except grpc.RpcError as error:
+        except (KVRelayError, grpc.RpcError) as error:
             log.info("session broke", extra={"node": node.node_id, "error": str(error)})
+            unreadable = error if isinstance(error, KVRelayError) else None
         link.close(unreadable)
 
     def _attached(self, context: Context) -> Node:

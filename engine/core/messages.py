@@ -158,6 +158,7 @@ class Registration:
     max_context: int
     reserved_decode_tokens: int = 0
     max_running: int = 0
+    host_pages: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -14,6 +14,7 @@ from engine.core.access import NodeAccess
 from engine.core.config import Bytes, option
 from engine.core.logs import LogConfig
 from engine.core.model_store import default_cache_dir
+from engine.core.types import NODE_NAME, NODE_NAME_RULE
 
 __all__ = ["NodeConfig"]
 
@@ -35,7 +36,9 @@ class NodeConfig:
     """Node."""
 
     bootstrap: tuple[str, ...] = option(("127.0.0.1:7070",), "bootstrap addresses, host:port; the node attaches to all")
-    node_id: str = option("", "name of this node, unique in the cluster; empty: made from host name and role")
+    node_id: str = option(
+        "", f"name of this node, unique in the cluster, {NODE_NAME_RULE}; empty: made from host name and role"
+    )
     listen: str = option("127.0.0.1:0", "host:port of the health service; port 0 picks one and logs it")
     metrics_listen: str = option("127.0.0.1:0", "host:port of the Prometheus endpoint; port 0 picks one and logs it")
     model: str = option("smollm2-135m", "smollm2-135m, a Hugging Face directory or id, or a GGUF file")
@@ -63,9 +66,10 @@ class NodeConfig:
     def problems(self) -> Iterable[str]:
         if not self.bootstrap:
             yield "bootstrap: at least one host:port is needed"
-        if not re.fullmatch(r"[!-~]{0,128}", self.node_id):  # it travels in a header, where nothing else may stand
-            yield f"node_id is {self.node_id!r}; allowed: at most 128 printable ASCII characters and no space"
+        if self.node_id and not NODE_NAME.fullmatch(self.node_id):
+            yield f"node_id is {self.node_id!r}; allowed: {NODE_NAME_RULE}"
 
     def name(self, role: str) -> str:
         """The node id: as given, or made so that several nodes of one host never take each other's place."""
-        return self.node_id or f"{socket.gethostname()}-{role}-{secrets.token_hex(2)}"
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+        return self.node_id or f"{host}-{role}-{secrets.token_hex(2)}"

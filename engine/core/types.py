@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import re
 import secrets
 from dataclasses import dataclass, fields
 
 from engine.core.sampling import FinishReason, SamplingParams, StoppingParams
 
 __all__ = [
+    "NODE_NAME",
+    "NODE_NAME_RULE",
     "FinishReason",
     "NodeIdentity",
     "PageLayout",
@@ -25,6 +28,9 @@ __all__ = [
 PROTOCOL_VERSION = 1
 LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of a node id and of an incarnation: both stand in one name with a colon between, in a header and in metrics.
+NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+NODE_NAME_RULE = "1 to 128 letters, digits, dots, dashes and underscores"
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -39,6 +39,10 @@ class NodeDevice:
             self.pool.base_address, self.pool.page_bytes, self.pool.num_pages, device.type, device.index or 0
         )
 
+    @property
+    def host_pages(self) -> int:
+        return 0 if self.host_pool is None else self.host_pool.num_pages
+
     def bind(self) -> None:
         """Make this device the one that the calling thread launches kernels on."""
         if self.pool.device.type == "cuda":

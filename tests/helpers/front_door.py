@@ -68,6 +68,8 @@ def registration(
     reserved: int = 8,
     max_running: int = 0,
     max_context: int = 4096,
+    device: str = "cpu",
+    agent_metadata: bytes = b"agent",
 ) -> Registration:
     layout = PageLayout(page_size, 2, 1, 8, dtype, fingerprint)
     identity = NodeIdentity(node_id or str(role), incarnation or "1")
@@ -77,8 +79,8 @@ def registration(
         role=role,
         model=model,
         layout=layout,
-        memory=PoolMemory(4096, page_bytes, num_pages),
-        agent_metadata=b"agent",
+        memory=PoolMemory(4096, page_bytes, num_pages, device),
+        agent_metadata=agent_metadata,
         max_context=max_context,
         reserved_decode_tokens=reserved if role is Role.DECODE else 0,
         max_running=max_running,

@@ -79,6 +79,7 @@ async def test_a_node_that_does_not_fit_is_told_which_field(cluster: FrontCluste
 async def test_what_no_other_try_would_change_is_refused(cluster: FrontCluster) -> None:
     """As another status would have the node try again for ever."""
     assert (await refusal(cluster, page_size=0))["field"] == "layout.page_size"
+    assert (await refusal(cluster, incarnation="2:1"))["field"] == "identity.incarnation"
     session: Any = bootstrap_pb2_grpc.BootstrapStub(cluster.channel).Attach()
     await session.write(pb.NodeReport(register=pb.Register(role=types_pb2.ROLE_DECODE)))
     assert await session.code() == grpc.StatusCode.FAILED_PRECONDITION
@@ -192,6 +193,24 @@ async def test_a_message_that_is_none_ends_the_session(cluster: FrontCluster) ->
     async with asyncio.timeout(10):
         assert await session.code() == grpc.StatusCode.INVALID_ARGUMENT
     await assert_soon(lambda: not len(cluster.front.registry), "the node has left")
+
+
+async def test_a_node_that_names_more_cached_pages_than_it_has_is_gone(cluster: FrontCluster) -> None:
+    node, decode = await cluster.pair()
+    request = cluster.generate()
+    await node.expect(Submit)
+    await node.report(CacheDelta(page_keys(range(404), 4), ()))  # its pool has 100
+    error = from_rpc_error(await node.ended())
+    assert error.code == "INVALID_ARGUMENT"
+    assert (error.metadata["field"], error.metadata["value"]) == ("cache_delta.added", "101")
+    assert error.metadata["limit"] == "at most 100 with those added before, one a page"
+    assert [one.node_id for one in cluster.front.registry.nodes()] == [decode.registration.identity.node_id]
+    again = await cluster.join(Role.PREFILL)
+    await again.report(CacheDelta(page_keys(range(400), 4), (), reset=True))
+    await again.expect(Submit)
+    await again.beat()
+    assert len(cluster.front.registry.nodes()) == 2
+    request.call.cancel()
 
 
 async def test_prompts_go_where_their_prefix_is_cached(cluster: FrontCluster) -> None:

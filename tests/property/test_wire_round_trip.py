@@ -20,6 +20,7 @@ from engine.core.lifetime import Chunk
 from engine.core.page_keys import KEY_BYTES
 from engine.core.sampling import SamplingParams
 from engine.core.types import (
+    NODE_NAME,
     NodeIdentity,
     PageLayout,
     PeerInfo,
@@ -46,6 +47,8 @@ ONE: dict[type, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
     bytes: st.binary(max_size=40),
 }
+KEYS = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4).map(tuple)
+NAMES = st.from_regex(NODE_NAME, fullmatch=True)
 # What the messages promise beyond that, by field.
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (RoomKey, "room"): UINT64,
@@ -65,7 +68,9 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.RelayReport, "bytes"): UINT64,
     (PrefillTask, "priority"): PRIORITY,
     (Reservation, "priority"): PRIORITY,
-    (PrefillTask, "page_keys"): st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4).map(tuple),
+    (PrefillTask, "page_keys"): KEYS,
+    **{(m.CacheDelta, name): KEYS for name in ("added", "removed")},
+    **{(NodeIdentity, name): NAMES for name in ("node_id", "incarnation")},
     (m.NodeStats, "head_room"): INT64,
     (m.RoomFailed, "code"): st.text(min_size=1, max_size=20),
     **{
@@ -125,14 +130,32 @@ def test_output(step: m.StepOutput) -> None:
 @given(value(m.Registration))
 def test_registration(registration: m.Registration) -> None:
     message = pb.Register.FromString(wire.registration_to_wire(registration).SerializeToString())
-    if registration.identity.node_id and registration.identity.incarnation:
-        assert wire.registration_from_wire(message) == registration
-    else:
-        with pytest.raises(InvalidField, match="identity"):
-            wire.registration_from_wire(message)
+    assert wire.registration_from_wire(message) == registration
 
 
 # ---- messages of a peer are input ----
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a b", "a/b", "nœud", "a\n", "x" * 129])
+@pytest.mark.parametrize("field", ["node_id", "incarnation"])
+def test_a_name_that_no_node_may_have(field: str, name: str) -> None:
+    message = pb.Register(identity=pb.Identity(node_id="p-1.example_0", incarnation="1"), role=tp.ROLE_PREFILL)
+    assert wire.registration_from_wire(message).identity.node_id == "p-1.example_0"
+    setattr(message.identity, field, name)
+    with pytest.raises(InvalidField) as refused:
+        wire.registration_from_wire(message)
+    limit = "1 to 128 letters, digits, dots, dashes and underscores"
+    assert refused.value.metadata["field"] == f"identity.{field}"
+    assert refused.value.metadata["limit"] == limit
+
+
+@pytest.mark.parametrize("field", ["added", "removed"])
+def test_what_is_no_page_key(field: str) -> None:
+    for key in (b"", b"x" * (KEY_BYTES - 1), b"x" * 5000):
+        message = pb.NodeReport()
+        getattr(message.cache_delta, field).extend((b"x" * KEY_BYTES, key))
+        with pytest.raises(InvalidField, match=f"cache_delta.{field}"):
+            wire.report_from_wire(message)
 
 
 @given(value(m.Command) | value(m.Report) | value(m.StepOutput), st.lists(st.tuples(UINT32, st.binary(max_size=3))))

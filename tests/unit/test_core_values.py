@@ -16,7 +16,7 @@ from engine.core.config import load
 from engine.core.errors import ConfigError, InvalidField, KVRelayError
 from engine.core.handoff_note import HandoffNote
 from engine.core.node_config import NodeConfig
-from engine.core.types import DTYPE_BYTES, NodeIdentity, PageLayout, RoomKey, ceil_div
+from engine.core.types import DTYPE_BYTES, NODE_NAME, NodeIdentity, PageLayout, RoomKey, ceil_div
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 NOTES = st.builds(HandoffNote, INT64, INT64, st.floats(allow_nan=False, allow_infinity=False), INT64, INT64)
@@ -109,12 +109,13 @@ def test_configuration_mistakes_are_listed_one_a_line() -> None:
 
 # ---- node options ----
 
-NODE_ID_LIMIT = "allowed: at most 128 printable ASCII characters and no space"
+NODE_ID_LIMIT = "allowed: 1 to 128 letters, digits, dots, dashes and underscores"
 
 
 def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
     first, second = (NodeConfig().name("prefill") for _ in range(2))
     assert first.startswith(f"{socket.gethostname()}-prefill-")
+    assert NODE_NAME.fullmatch(first)
     assert first != second, "two nodes of one host must not take each other's place"
     assert NodeConfig(node_id="p7").name("prefill") == "p7"
 
@@ -124,6 +125,7 @@ def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
     [
         ({"bootstrap": ""}, "bootstrap: at least one host:port is needed"),
         ({"node_id": "nœud"}, f"node_id is 'nœud'; {NODE_ID_LIMIT}"),
+        ({"node_id": "a:b"}, f"node_id is 'a:b'; {NODE_ID_LIMIT}"),
         ({"node_id": "a b"}, f"node_id is 'a b'; {NODE_ID_LIMIT}"),
         ({"node_id": "a\n"}, f"node_id is 'a\\n'; {NODE_ID_LIMIT}"),
         ({"node_id": "x" * 129}, f"node_id is '{'x' * 129}'; {NODE_ID_LIMIT}"),
@@ -146,5 +148,5 @@ def test_node_options_on_their_limits() -> None:
     assert (config.page_size, config.num_pages, config.drain_timeout, config.kv_dtype) == (256, 2, 0, None)
     assert config.bootstrap == ("a:1", "b:2")
     assert isinstance(config.model_dir, Path)
-    for node_id in ("", "~prefill-1.example:7", "x" * 128):
+    for node_id in ("", "Prefill_1.example-7", "x" * 128):
         assert not list(NodeConfig(node_id=node_id).problems())

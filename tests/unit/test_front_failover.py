@@ -204,6 +204,13 @@ def test_a_room_that_no_other_node_can_save_ends_with_the_status_it_names(
     assert "no priorities here" in str(request.error)
 
 
+def test_what_a_node_says_of_a_failure_is_kept_short(house: House) -> None:
+    request = house.submit(ask())
+    prefill, _ = parts(request)
+    house.report(prefill, RoomFailed(key_of(request), "queued", "x" * 1_000_000, retriable=False))
+    assert len(str(request.error)) < 2000
+
+
 def test_lost_nodes_do_not_use_up_a_request(house: House) -> None:
     """Three deaths, each before a token; others serve all the while."""
     request = house.submit(ask())

@@ -54,6 +54,22 @@ def test_a_writer_that_never_learned_the_address_is_done(house: House, prefill: 
     assert house.links[decode].sent[-2:] == [Abort(key, "enough"), WriterQuiesced(key)]
 
 
+def test_what_is_too_much_to_be_kept_is_asked_for_again_by_the_decode_node(
+    house: House, prefill: Node, decode: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootstrap.fences.MAX_WAITS", 1)
+    first, second = RoomKey(1, 0), RoomKey(2, 0)
+    for key in (first, second):
+        house.report(decode, RoomFenced(key, prefill.identity))
+        house.report(prefill, RoomQuiesced(second))
+    assert not house.links[decode].of(WriterQuiesced), "what is not kept is not passed on"
+    house.report(prefill, RoomQuiesced(first))
+    house.report(decode, RoomFenced(second, prefill.identity))
+    house.report(prefill, RoomQuiesced(second))
+    assert house.links[decode].of(WriterQuiesced) == [WriterQuiesced(first), WriterQuiesced(second)]
+    assert [command.key for command in house.links[prefill].of(Abort)] == [first, second, second]
+
+
 @pytest.mark.parametrize("granted", [True, False])
 def test_a_writer_that_does_not_answer_is_asked_again(house: House, prefill: Node, decode: Node, granted: bool) -> None:
     """One of the two messages was lost. It stops with the answer, which the decode node hears of if it has to."""

@@ -8,7 +8,7 @@ import pytest
 
 from bootstrap.registry import Node, Registry
 from engine.core.clock import ManualClock
-from engine.core.errors import Refused
+from engine.core.errors import InvalidField, Overloaded, Refused
 from engine.core.messages import CacheDelta, NodeStats, PeerJoined, PeerLeft, Registration
 from engine.core.types import Role
 from tests.helpers.front_door import FINGERPRINT, MODEL, SERVING, RecordingLink, registration
@@ -75,9 +75,11 @@ def test_a_pool_that_is_not_made_of_such_pages(registry: Registry) -> None:
         ({"num_pages": 0}, "memory.num_pages"),
         ({"max_context": 0}, "max_context"),
         ({"dtype": "int3"}, "layout.dtype"),
+        ({"device": "x" * 5000}, "memory.device"),
+        ({"agent_metadata": b"x" * ((1 << 20) + 1)}, "agent_metadata"),
     ],
 )
-def test_numbers_no_node_can_have(registry: Registry, change: dict[str, object], field: str) -> None:
+def test_values_no_node_can_have(registry: Registry, change: dict[str, object], field: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.check(registration(Role.PREFILL, **change))  # type: ignore[arg-type]
     assert refused.value.metadata["field"] == field
@@ -161,6 +163,26 @@ def test_cached_pages_follow_the_deltas(registry: Registry) -> None:
     assert node.cached == {b"b", b"c"}
     node.apply(CacheDelta((b"d",), (), reset=True))
     assert node.cached == {b"d"}
+
+
+def test_a_node_has_a_cached_page_for_each_key(registry: Registry) -> None:
+    node, _ = add(registry, dataclasses.replace(registration(Role.PREFILL, num_pages=2), host_pages=1))
+    node.apply(CacheDelta((b"a", b"b", b"c"), ()))
+    node.apply(CacheDelta((b"d",), (b"a",)))
+    with pytest.raises(InvalidField) as refused:
+        node.apply(CacheDelta((b"e",), ()))
+    limit = "at most 3 with those added before, one a page"
+    assert refused.value.metadata == {"field": "cache_delta.added", "value": "4", "limit": limit}
+
+
+def test_so_many_nodes_and_no_more(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootstrap.registry.MAX_NODES", 2)
+    add(registry, registration(Role.PREFILL))
+    add(registry, registration(Role.DECODE))
+    with pytest.raises(Overloaded) as refused:
+        registry.check(registration(Role.DECODE, "third"))
+    assert (refused.value.reason, refused.value.metadata) == ("TOO_MANY_NODES", {"limit": "2"})
+    registry.check(registration(Role.DECODE, incarnation="2"))  # in its own place
 
 
 def test_other_front_doors_requests_count_as_queued(registry: Registry) -> None:

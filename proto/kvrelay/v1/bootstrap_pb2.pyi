@@ -62,7 +62,7 @@ class NodeReport(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ..., room_fenced: _Optional[_Union[RoomFenced, _Mapping]] = ..., explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("identity", "role", "protocol_version", "model", "layout", "memory", "agent_metadata", "max_context", "reserved_decode_tokens", "max_running")
+    __slots__ = ("identity", "role", "protocol_version", "model", "layout", "memory", "agent_metadata", "max_context", "reserved_decode_tokens", "max_running", "host_pages")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Register(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     role: _types_pb2.Role
     protocol_version: int
@@ -83,7 +84,8 @@ class Register(_message.Message):
     max_context: int
     reserved_decode_tokens: int
     max_running: int
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., max_context: _Optional[int] = ..., reserved_decode_tokens: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
+    host_pages: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., max_context: _Optional[int] = ..., reserved_decode_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., host_pages: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("room", "pages", "head_room")
