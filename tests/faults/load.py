@@ -52,6 +52,7 @@ class Outcome:
     details: str = ""
     seconds: float = 0.0
     attempts: int = 0  # that it took to answer it
+    pair: tuple[str, str] = ("", "")  # the prefill and the decode node of the last one
     wrong: str = ""
 
 
@@ -139,7 +140,9 @@ class Running:
                 if message.HasField("delta"):
                     _take(one, message.delta, reference)
                 if message.HasField("finished"):
-                    one.finished, one.attempts = True, message.finished.timing.attempts
+                    timing = message.finished.timing
+                    one.finished, one.attempts = True, timing.attempts
+                    one.pair = (timing.prefill_node, timing.decode_node)
             if not one.finished:
                 one.wrong = one.wrong or "the stream ended without `finished`"
         except grpc.RpcError as error:

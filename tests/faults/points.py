@@ -10,14 +10,14 @@ what is to happen where. A hit is named "point" or "point.Kind"; arming "point" 
                 handle.<Kind>       the engine handles a command or an event
                 step                a pass of the engine begins
                 forward, forwarded  before and after the model runs
-    prefill     post[.last], posted[.last]   before and after a write is posted
+    prefill     post[.last], posted[.last]   before and after a write is posted; post.to.<node id>
                 poll                         a write in progress is asked how it stands
                 notify                       a notice that rides on no write
     decode      notice[.last]       the receiver takes a notice
     bootstrap   submit              a client's request is taken in
                 on_report.<Kind>, on_output  what a node said
                 send.<Kind>         a command to a node
-                tick                the clock
+                tick                the clock; with the action "rested" the rest of pairs that are set aside is over
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from transfer.receiver import PageReceiver
 
 __all__ = ["ACTIONS", "Injected", "install"]
 
-ACTIONS = ("kill", "stop", "raise", "delay", "drop", "duplicate", "fail", "slow", "corrupt", "cut")
+ACTIONS = ("kill", "stop", "raise", "delay", "drop", "duplicate", "fail", "slow", "corrupt", "cut", "rested")
 
 
 class Injected(Exception):
@@ -275,7 +275,7 @@ def _wrap_transfer() -> None:
 
     def write(original: Any, self: TransferAgent, identity: Any, local: Any, remote: Any, notice: bytes) -> Any:
         kind = ".last" if _is_last(notice) else ".part"
-        posting.fault = points.hit("post" + kind)
+        posting.fault = points.hit("post" + kind, "post.to." + identity.node_id)
         _block(posting.fault)
         try:
             made = original(self, identity, local, remote, notice)
@@ -348,7 +348,11 @@ def _wrap_bootstrap() -> None:
         _carry(points.hit("send." + type(command).__name__), lambda: original(self, command))
 
     def tick(original: Any, self: FrontDoor) -> None:
-        _block(points.hit("tick"))
+        fault = points.hit("tick")
+        _block(fault)
+        if fault is not None and fault.action == "rested":
+            for pair in self.attempts.pairs._pairs.values():
+                pair.until = pair.until and self._clock()
         original(self)
 
     _wrap(FrontDoor, "submit", submit)

@@ -5,7 +5,7 @@ Over TCP, as between hosts: there a write is under way for a while, and both of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from tests.faults.cells import (
     NODE_FLAGS,
     NODES,
     PREFILL_FLAGS,
+    ROUNDS,
+    SOON_S,
     Cell,
     cells,
     strike,
@@ -97,6 +99,54 @@ def test_every_connection_is_cut_between_requests(cluster: FaultyCluster, load: 
         assert {one.attempts for one in running.outcomes} == {1}
         assert sum(map(cluster.cut, NODES)) > 0
     cluster.check_after()
+
+
+def test_a_link_is_broken_while_both_its_ends_are_well(cluster: FaultyCluster, load: Load, asks: list[Ask]) -> None:
+    """The pair is set aside, and both work with others; when it has rested it is tried, and used when it works."""
+    broken, apart = ("prefill-0", "decode-0"), {"prefill-0": ["decode-0"], "decode-0": ["prefill-0"]}
+    detours = {("prefill-0", "decode-1"), ("prefill-1", "decode-0")}
+    cluster.arm("prefill-0", "post.to.decode-0", "fail", times=None)
+    until(cluster, load, asks, lambda _: set_aside(cluster) == apart)
+    assert until(cluster, load, asks, lambda used: detours <= used) == {1}, "nobody tries that pair"
+    assert set_aside(cluster) == apart
+
+    cluster.arm("bootstrap", "tick", "rested")
+    cluster.wait_tripped("bootstrap", "tick")
+    assert not set_aside(cluster)
+    until(cluster, load, asks, lambda _: set_aside(cluster) == apart)
+    assert "seconds=60" in (cluster.directory / "bootstrap.log").read_text()
+
+    cluster.disarm("prefill-0")
+    cluster.arm("bootstrap", "tick", "rested")
+    cluster.wait_tripped("bootstrap", "tick")
+    assert until(cluster, load, asks, lambda used: broken in used) == {1}
+    assert not set_aside(cluster)
+    assert "peer pair works again" in (cluster.directory / "bootstrap.log").read_text()
+    cluster.check_after()
+
+
+def set_aside(cluster: FaultyCluster) -> dict[str, list[str]]:
+    return {node.node_id: list(node.set_aside) for node in cluster.nodes() if node.set_aside}
+
+
+def until(
+    cluster: FaultyCluster, load: Load, asks: list[Ask], over: Callable[[set[tuple[str, str]]], bool]
+) -> set[int]:
+    """Rounds of the load, all answered, until one was the last: `over` is told which pairs were used so far.
+
+    Returns how many attempts it took, whichever request it was.
+    """
+    used: set[tuple[str, str]] = set()
+    attempts: set[int] = set()
+    for _ in range(ROUNDS):
+        with drive(cluster, load.again(asks), load, SOON_S) as running:
+            pass
+        check(running.outcomes, load)
+        used |= {one.pair for one in running.outcomes}
+        attempts |= {one.attempts for one in running.outcomes}
+        if over(used):
+            return attempts
+    raise AssertionError(f"not in {ROUNDS} rounds; used were {used}")
 
 
 def recover(cluster: FaultyCluster, victim: str, action: str) -> None:
