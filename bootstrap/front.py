@@ -320,7 +320,8 @@ class FrontDoor:
             attempt.request.wake()
 
     def _token(self, attempt: Attempt, node: Node, token: TokenOutput) -> None:
-        if attempt.state is HandoffState.QUEUED:
+        # A unified node says with its first token, too, that it has begun.
+        if attempt.state is HandoffState.QUEUED and not self.attempts.admitted(attempt):
             self._late("token")  # as above
             return
         request = attempt.request

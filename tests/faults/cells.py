@@ -5,6 +5,7 @@ A cell is (phase, fault, side): its id says so, and each cell is a test on a clu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,13 +46,14 @@ def long_and_short(load: Load, cluster: FaultyCluster) -> list[Ask]:
 
 
 def ready(cluster: FaultyCluster) -> FaultyCluster:
-    """Two and two that serve, each with each, whatever the test before has done, or found."""
+    """All serve, each with each, whatever the test before has done, or found."""
     apart = {name for node in cluster.nodes() for name in node.set_aside}
-    for name in NODES:
+    for name in cluster.roles:
         ended = name not in cluster.processes or cluster.processes[name].popen.poll() is not None
         if not cluster.sound or ended or name in apart:
             cluster.restart(name)
-    cluster.wait_serving(2, 2)
+    count = Counter(cluster.roles.values())
+    cluster.wait_serving(count["prefill"], count["decode"], count["unified"])
     cluster.sound = False  # until it is checked
     return cluster
 

@@ -48,6 +48,11 @@ class FaultyCluster(Cluster):
         role, flags = self._flags[name]
         return self.start(role, name, *flags)
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """Of every node that was ever started, by name."""
+        return {name: role for name, (role, _) in self._flags.items() if role != "bootstrap"}
+
     # ---- faults ----
 
     def arm(
@@ -142,13 +147,16 @@ def faulty_cluster(
     *,
     prefill: int = 2,
     decode: int = 2,
+    unified: int = 0,
     node_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
     bootstrap_flags: Sequence[str] = FAST_LEASE,
     environment: dict[str, str] | None = None,
 ) -> Iterator[FaultyCluster]:
-    """A serving cluster, stopped at the end whatever happens."""
+    """A serving cluster, of unified nodes alone if there are any; stopped at the end whatever happens."""
+    if unified:
+        prefill = decode = 0
     directory.mkdir(parents=True, exist_ok=True)
     made = FaultyCluster(directory, str(model), forge=forge, environment=environment or {})
     try:
@@ -157,7 +165,9 @@ def faulty_cluster(
             made.start("prefill", f"prefill-{i}", *node_flags, *prefill_flags)
         for i in range(decode):
             made.start("decode", f"decode-{i}", *node_flags, *decode_flags)
-        made.wait_serving(prefill, decode)
+        for i in range(unified):
+            made.start("unified", f"unified-{i}", *node_flags)
+        made.wait_serving(prefill, decode, unified)
         yield made
     finally:
         made.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from kvrelay.v1 import generation_pb2
-from kvrelay.v1.types_pb2 import Sampling
+from kvrelay.v1.types_pb2 import Sampling, Stopping
 from tests.helpers.cluster import Answer, Cluster
 from tests.helpers.reference import greedy
 
@@ -30,15 +30,21 @@ class Ask:
     seed: int | None = None  # None: greedy
     salt: str = ""
     routing_key: str = ""  # spreads requests over the prefill nodes, however fast one has been lately
+    priority: int | None = None
+    may_end: bool = False  # at the end of sequence, so that nobody can know how much memory it will take
 
     def request(self) -> generation_pb2.GenerateRequest:
         sampling = None
         if self.seed is not None:  # with all that is counted over what came before
             sampling = Sampling(temperature=0.8, top_p=0.95, frequency_penalty=0.3, seed=self.seed)
             sampling.repetition_penalty = 1.1
-        return Cluster.request(
-            self.prompt, self.max_new_tokens, sampling, cache_salt=self.salt, routing_key=self.routing_key
+        stopping = Stopping(max_new_tokens=self.max_new_tokens, ignore_eos=not self.may_end)
+        request = Cluster.request(
+            self.prompt, None, sampling, stopping, cache_salt=self.salt, routing_key=self.routing_key
         )
+        if self.priority is not None:
+            request.priority = self.priority
+        return request
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class Load:
         self._random = random.Random(seed)
         self._lengths = lengths
         self._stems: list[tuple[int, ...]] = []
-        self._references: dict[Ask, list[int]] = {}  # by request without its salt
+        self._references: dict[Ask, list[int]] = {}  # by bare request
         self._salts = itertools.count()
 
     def ask(self, *, new_tokens: tuple[int, int] = (20, 40), length: int | None = None, sampled: bool = False) -> Ask:
@@ -91,18 +97,23 @@ class Load:
 
     def learn(self, cluster: Cluster, ask: Ask) -> None:
         """Take what a cluster at rest answers to a request that draws its tokens as its reference."""
-        bare = replace(ask, salt="", routing_key="")
+        bare = _bare(ask)
         if ask.seed is not None and bare not in self._references:
             answer = Answer.collect(cluster.generation.Generate(ask.request(), timeout=HANG_S))
             self._references[bare] = answer.token_ids
 
     def reference(self, ask: Ask) -> list[int]:
         """What must be answered. The first call for a greedy request has transformers work it out."""
-        bare = replace(ask, salt="", routing_key="")
+        bare = _bare(ask)
         if bare not in self._references:
             assert ask.seed is None, "nobody has learnt what this request must be answered"
-            self._references[bare] = greedy(self._model, ask.prompt, ask.max_new_tokens)
+            self._references[bare] = greedy(self._model, ask.prompt, ask.max_new_tokens, ignore_eos=not ask.may_end)
         return self._references[bare]
+
+
+def _bare(ask: Ask) -> Ask:
+    """Without what changes no answer."""
+    return replace(ask, salt="", routing_key="", priority=None)
 
 
 class Running:

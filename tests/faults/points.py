@@ -48,6 +48,7 @@ from rpc.session import Connection, Session
 from transfer.agent import TransferAgent, Write
 from transfer.notice import MalformedNotice, Notice
 from transfer.receiver import PageReceiver
+from unified_service.loop import UnifiedEngine
 
 __all__ = ["ACTIONS", "Injected", "install"]
 
@@ -256,7 +257,7 @@ def _wrap_engines() -> None:
         _block(points.hit("step"))
         return original(self)
 
-    for engine in (PrefillEngine, DecodeEngine):
+    for engine in (PrefillEngine, DecodeEngine, UnifiedEngine):
         _wrap(engine, "handle", handle)
         _wrap(engine, "_forward", forward)
         _wrap(engine, "step", step)

@@ -98,11 +98,15 @@ def test_a_client_that_leaves_is_told_once(house: House, node: Node) -> None:
     assert not house.links[node].of(WriterQuiesced), "nothing of it was ever fenced"
 
 
-def test_a_token_of_a_room_that_was_not_admitted(house: House, node: Node) -> None:
+def test_a_token_comes_though_no_word_of_admission_has(house: House, node: Node) -> None:
     request = house.submit(ask())
     house.output(node, token(key_of(request), 0))
-    assert request.take() == []
-    assert house.late("token") == 1
+    assert [t.index for t in request.take()] == [0]
+    assert (request.state.phase, len(house.front.attempts.queue)) == ("decoding", 0)
+    admit(house, request)
+    assert request.state.phase == "decoding"
+    house.output(node, token(key_of(request), 1, FinishReason.STOP))
+    assert [t.index for t in request.take()] == [1]
 
 
 # ---- a cluster is of one kind ----
