@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from bootstrap.fences import Fences
+from bootstrap.history import History
 from bootstrap.pairs import Pairs
 from bootstrap.queue import BootstrapQueue
 from bootstrap.registry import Node, Registry
@@ -37,6 +38,7 @@ class Attempts:
     def __init__(self, registry: Registry, clock: Clock):
         self.queue = BootstrapQueue()
         self.pairs = Pairs(clock)
+        self.history = History(clock)
         self._registry = registry
         self._clock = clock
         self._live: dict[RoomKey, Attempt] = {}
@@ -160,6 +162,7 @@ class Attempts:
 
     def close(self, attempt: Attempt, event: HandoffEvent, abort: str | None) -> None:
         """End an attempt. With a reason to `abort`, its nodes are told; without, they have ended it themselves."""
+        self.history.ended(attempt, abort or "finished")
         granted = attempt.state is not HandoffState.QUEUED
         if attempt.decoding is not None:
             attempt.request.timing.add(Phase.DECODE, attempt.since - attempt.decoding)

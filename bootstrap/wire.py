@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from bootstrap.answer import Answer, AnswerOptions, Piece
 from bootstrap.chat import ChatMessage
+from bootstrap.history import AttemptRecord
 from bootstrap.registry import Node
 from bootstrap.requests import LiveRequest, Phase, Timing
 from engine.core.errors import InvalidField
@@ -18,6 +19,7 @@ from rpc.journal_wire import record_to_wire
 from rpc.wire import FINISH, ROLES, layout_to_wire, stats_to_wire
 
 __all__ = [
+    "attempt_to_wire",
     "chat_from_wire",
     "check_token_ids",
     "explained_to_wire",
@@ -218,6 +220,21 @@ def node_to_wire(node: Node, now: float, problems: Iterable[str] = (), set_aside
 
 def explained_to_wire(node: Node, rooms: Iterable[RoomRecord]) -> admin_pb2.ExplainedNode:
     return admin_pb2.ExplainedNode(node_id=node.node_id, role=ROLES[node.role], rooms=map(record_to_wire, rooms))
+
+
+def attempt_to_wire(record: AttemptRecord, started: float) -> admin_pb2.AttemptRecord:
+    """`started`: in seconds since 1970."""
+    return admin_pb2.AttemptRecord(
+        room=record.key.room,
+        epoch=record.key.epoch,
+        prefill_node=record.prefill_node,
+        decode_node=record.decode_node,
+        first_index=record.first_index,
+        started=started,
+        seconds=record.seconds,
+        phase=record.phase,
+        outcome=record.outcome,
+    )
 
 
 def live_request_to_wire(request: LiveRequest, now: float) -> admin_pb2.LiveRequest:

@@ -1,11 +1,11 @@
-"""`kvrelay explain`: what became of one request on each node that had a part in it, and why it had to wait."""
+"""`kvrelay explain`: what became of one request, attempt by attempt and node by node, and why it had to wait."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from cli.show import printable, say, table
 from engine.core.config import add_arguments
 from engine.core.journal import Accounts, Considered, EventTime, Refusal, RoomRecord
 from engine.core.lifetime import LifetimeEvent
-from engine.core.types import Role
+from engine.core.types import Role, RoomKey
 from kvrelay.v1 import admin_pb2
 from rpc.journal_wire import record_from_wire
 
@@ -29,10 +29,14 @@ _EVENTS: dict[str, tuple[str, str]] = {
     LifetimeEvent.LAST_WRITE: ("last write", "the last pages were on their way"),
     LifetimeEvent.COMPLETE: ("complete", "pages were arriving"),
     LifetimeEvent.FIRST_STEP: ("first step", "wait for a decode step"),
-    LifetimeEvent.RETRACTED: ("retracted", "decoding, until there was no page for the next token"),
+    LifetimeEvent.RETRACTED: ("retracted", "until there was no page for the next token"),
+    LifetimeEvent.PREEMPTED: ("preempted", "until one of higher priority needed its pages"),
+    LifetimeEvent.RESUMED: ("resumed", "wait for a place in a forward, once more"),
+}
+_ON_DECODE_NODES: dict[str, tuple[str, str]] = {
+    LifetimeEvent.GRANTED: ("reserved", "wait for free pages on this node"),
     LifetimeEvent.RESUMED: ("resumed", "its pages were in host memory"),
 }
-_RESERVED = ("reserved", "wait for free pages on this node")
 _PHASES = (  # each from the first of these events that happened
     ("grant", (LifetimeEvent.ARRIVED,), LifetimeEvent.GRANTED),
     ("queue", (LifetimeEvent.GRANTED, LifetimeEvent.ARRIVED), LifetimeEvent.ADMITTED),
@@ -42,6 +46,7 @@ _PHASES = (  # each from the first of these events that happened
     ("wait for a step", (LifetimeEvent.COMPLETE,), LifetimeEvent.FIRST_STEP),
     ("decode", (LifetimeEvent.FIRST_STEP,), LifetimeEvent.ENDED),
 )
+_RECORDED = ("prefill_node", "decode_node", "first_index", "started", "seconds", "phase", "outcome")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,18 @@ class _Told:
     node_id: str
     role: Role | str
     record: RoomRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """All that is known of one attempt. `stream`: which of those that the request's id was used for, from 1; another
+    one begins when a client takes an answer up elsewhere, and whenever the id is used again.
+    """
+
+    stream: int
+    key: RoomKey
+    record: admin_pb2.AttemptRecord | None  # None: made by another front door, or forgotten
+    told: Sequence[_Told]
 
 
 def explain(parser: argparse.ArgumentParser) -> None:
@@ -72,50 +89,87 @@ def _explain(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
         for room in node.rooms
     ]
     told.sort(key=lambda one: one.record.arrived)
+    attempts = _attempts(told, response.attempts)
     if flags.json:
-        print(json.dumps(_json(flags.request_id, told, response.silent)))
+        print(json.dumps(_json(flags.request_id, attempts, response.silent)))
     else:
-        print(_text(flags.request_id, told))
+        print(_text(flags.request_id, attempts))
     for node_id in response.silent:
         say(f"{node_id} did not answer: what it knows is missing")
     return 0
 
 
-def _json(request_id: str, told: Sequence[_Told], silent: Sequence[str]) -> dict[str, Any]:
-    rooms = []
-    for one in told:
-        values = asdict(one.record)
-        del values["key"]
-        rooms.append({"node_id": one.node_id, "role": one.role, "room": str(one.record.key), **values})
-    return {"request_id": request_id, "rooms": rooms, "silent": list(silent)}
+def _attempts(told: Sequence[_Told], records: Iterable[admin_pb2.AttemptRecord]) -> list[_Attempt]:
+    """In the order in which they began, as far as the clocks agree."""
+    known = {RoomKey(one.room, one.epoch): one for one in records}
+    began = {one.record.key: one.record.arrived for one in reversed(told)}
+    began |= {key: one.started for key, one in known.items()}
+    attempts: list[_Attempt] = []
+    stream, last = 1, -1
+    for key in sorted(began, key=lambda key: began[key]):
+        stream += key.epoch <= last
+        last = key.epoch
+        attempts.append(_Attempt(stream, key, known.get(key), [one for one in told if one.record.key == key]))
+    return attempts
+
+
+def _json(request_id: str, attempts: Sequence[_Attempt], silent: Sequence[str]) -> dict[str, Any]:
+    listed, rooms = [], []
+    for attempt in attempts:
+        name = {"stream": attempt.stream, "attempt": attempt.key.epoch + 1, "room": str(attempt.key)}
+        of_it = () if attempt.record is None else _RECORDED
+        listed.append({**name, **{field: getattr(attempt.record, field) for field in of_it}})
+        for one in attempt.told:
+            values = asdict(one.record)
+            del values["key"]
+            rooms.append({"node_id": one.node_id, "role": one.role, **name, **values})
+    return {"request_id": request_id, "attempts": listed, "rooms": rooms, "silent": list(silent)}
 
 
 # ---- as text ----
 
 
-def _text(request_id: str, told: Sequence[_Told]) -> str:
-    keys = list(dict.fromkeys(one.record.key for one in told))
-    lines = [f"request {printable(request_id)}: {len(keys)} attempt" + ("s" if len(keys) > 1 else "")]
-    epochs = {key.epoch for key in keys}
-    if epochs != set(range(max(epochs) + 1)):
+def _text(request_id: str, attempts: Sequence[_Attempt]) -> str:
+    lines = [f"request {printable(request_id)}: {len(attempts)} attempt" + ("s" if len(attempts) > 1 else "")]
+    streams = attempts[-1].stream
+    if streams > 1:
+        lines[0] += f" in {streams} streams"
+    epochs = {stream: {one.key.epoch for one in attempts if one.stream == stream} for stream in range(1, streams + 1)}
+    if any(found != set(range(max(found) + 1)) for found in epochs.values()):
         lines[0] += " known here; others were on nodes that are gone, or are forgotten"
-    for key in keys:
-        lines += ["", f"attempt {key.epoch + 1}, room {key}"]
-        for one in told:
-            if one.record.key == key:
-                lines += ["", *_node(one)]
+    for attempt in attempts:
+        name = f"attempt {attempt.key.epoch + 1}, room {attempt.key}"
+        lines += ["", f"stream {attempt.stream}, {name}" if streams > 1 else name]
+        if attempt.record is not None:
+            lines[-1] += f": {printable(attempt.record.outcome or attempt.record.phase)}"
+            lines.append(f"  {_begun(attempt.record)}")
+        for one in attempt.told:
+            lines += ["", *_node(one)]
     return "\n".join(lines)
+
+
+def _begun(record: admin_pb2.AttemptRecord) -> str:
+    nodes = " and ".join(dict.fromkeys(name for name in (record.prefill_node, record.decode_node) if name))
+    with_tokens = f" with {record.first_index:,} tokens of the answer" if record.first_index else ""
+    over = "over after" if record.outcome else "lives for"
+    return f"begun {_time(record.started)}{with_tokens} on {nodes or 'no node'}, {over} {record.seconds:.3f} s"
+
+
+def _time(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f"{at % 1:.3f}"[1:]
 
 
 def _node(one: _Told) -> Iterator[str]:
     record = one.record
-    at = time.strftime("%H:%M:%S", time.localtime(record.arrived)) + f"{record.arrived % 1:.3f}"[1:]
+    at = _time(record.arrived)
     fate = record.outcome or f"here for {record.age:.3f} s"
     yield f"  {one.node_id} ({one.role}), {record.prompt_tokens:,} prompt tokens, arrived {at} by its clock: {fate}"
-    if record.passes or record.not_reached:
+    if record.passes or record.not_reached or record.deferred:
         considered = record.left_out + sum(one.count for one in record.passes)
         missed = f"{_passes(record.not_reached)} did not reach it while it waited"
         yield f"    {_passes(considered)} considered it, {missed}"
+    if record.deferred:
+        yield f"    {_passes(record.deferred)} held it back for another one that computes what both share"
     for decision in record.passes:
         yield from (f"    {line}" for line in _considered(decision))
     if record.left_out:
@@ -180,9 +234,11 @@ def _timeline(one: _Told) -> Iterator[str]:
     """What happened when, each with the seconds since what happened before it."""
     events = _EVENTS | {LifetimeEvent.ENDED: ("end", one.record.outcome)}
     if one.role is Role.DECODE:
-        events[LifetimeEvent.GRANTED] = _RESERVED
+        events |= _ON_DECODE_NODES
     found = [(c.time, f"chunk to {c.end:,}", f"forward with {c.tokens:,} tokens of it") for c in one.record.chunks]
-    found += [(event.time, *events.get(event.event, (event.event, ""))) for event in _events(one)]
+    for event in _events(one):
+        name, remark = events.get(event.event, (event.event, ""))
+        found.append((event.time, name, f"{remark} (the first of {event.count})" if event.count > 1 else remark))
     found.sort(key=lambda row: row[0])
     rows = [["event", "seconds", "since the last"]]
     before = 0.0

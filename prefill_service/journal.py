@@ -37,6 +37,8 @@ class PassJournal(RoomJournal):
                 attempt.before, attempt.after,
             )  # fmt: skip
             self.considered(attempt.request.key, considered)
+        for request in record.deferred:
+            self.deferred(request.key)
 
 
 class PassLog:

@@ -184,6 +184,10 @@ class QueueOrder:
         """
         return [r for r in queue if not r.deprioritized] if self._dedup_weighed else queue
 
+    def deferred(self, queue: Sequence[PrefillRequest]) -> tuple[PrefillRequest, ...]:
+        """Those that are not admissible."""
+        return tuple(r for r in queue if r.deprioritized) if self._dedup_weighed else ()
+
     def _match(self, queue: Sequence[PrefillRequest], mature: float) -> None:
         match, page_size, most = self._cache.match, self._page_size, self._dedup_cached_tokens
         seen: set[bytes] = set()

@@ -65,6 +65,7 @@ class PassRecord:
     cached_tokens: int  # of requests admitted in this pass
     attempts: tuple[Attempt, ...]
     continues: bool  # the first attempt is of the request that was partly computed already
+    deferred: tuple[PrefillRequest, ...] = ()  # they wait for others that compute what both share
 
     def placed(self) -> Iterator[tuple[int | None, Attempt]]:
         """Each attempt and its request's position in the queue, from 1; None for the one that goes ahead of it."""

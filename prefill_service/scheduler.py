@@ -256,6 +256,7 @@ class Scheduler:
             record = PassRecord(
                 self._passes, self._clock(), self._config.policy, in_effect, *lengths,
                 sum(row.end - row.start for row in rows), found, tuple(attempts), continues,
+                self._order.deferred(self._waiting),
             )  # fmt: skip
             self._on_pass(record)
         if not rows:
@@ -387,6 +388,8 @@ class Scheduler:
                 request.cached_tokens = request.computed
                 if request.times.first(LifetimeEvent.ADMITTED) is None:  # and not again what it had computed itself
                     self._cached_tokens += request.cached_tokens
+                else:
+                    request.times.stamp(LifetimeEvent.RESUMED)
                 request.times.stamp(LifetimeEvent.ADMITTED)
                 self._host_hit_tokens += attempt.loaded
             start, is_last = request.computed, request.end == request.length

@@ -20,11 +20,12 @@ def record_to_wire(record: RoomRecord) -> tp.RoomRecord:
         arrived=record.arrived,
         age=record.age,
         outcome=record.outcome,
-        events=[tp.EventTime(event=one.event, time=one.time) for one in record.events],
+        events=[tp.EventTime(event=one.event, time=one.time, count=one.count) for one in record.events],
         chunks=[tp.ChunkForward(end=one.end, tokens=one.tokens, time=one.time) for one in record.chunks],
         passes=[tp.Considered(**asdict(one)) for one in record.passes],
         not_reached=record.not_reached,
         left_out=record.left_out,
+        deferred=record.deferred,
     )
 
 
@@ -35,11 +36,12 @@ def record_from_wire(message: tp.RoomRecord) -> RoomRecord:
         arrived=message.arrived,
         age=message.age,
         outcome=message.outcome,
-        events=tuple(EventTime(one.event, one.time) for one in message.events),
+        events=tuple(EventTime(one.event, one.time, one.count) for one in message.events),
         chunks=tuple(Chunk(one.end, one.tokens, one.time) for one in message.chunks),
         passes=tuple(_considered_from_wire(one) for one in message.passes),
         not_reached=message.not_reached,
         left_out=message.left_out,
+        deferred=message.deferred,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from engine.core.clock import Clock, monotonic
 from engine.core.errors import Overloaded
 from engine.core.handoff import FailureCause, HandoffState
+from engine.core.lifetime import LifetimeEvent
 from engine.core.loop import Link, room_of
 from engine.core.messages import (
     Abort,
@@ -134,6 +135,7 @@ class UnifiedEngine(PromptEngine[None]):
 
     def preempt(self, request: PrefillRequest) -> PrefillTask:
         log.info("preempted", extra={"room": str(request.key)})
+        request.times.stamp(LifetimeEvent.PREEMPTED)
         self._preempted.append(request.key)
         return self._rooms[request.key].task(self._page_size)
 
@@ -171,6 +173,7 @@ class UnifiedEngine(PromptEngine[None]):
 
     def _retract(self, room: UnifiedRoom, task: PrefillTask) -> None:
         log.warning("retracted", extra={"room": str(room.key), "generated": room.generated})
+        room.request.times.stamp(LifetimeEvent.RETRACTED)
         self._scheduler.requeue(room.key, task)
         self._passes.waits(room.key)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -77,11 +78,16 @@ class AdminServicer(pb_grpc.AdminServicer):
         answers = await self._ask(lambda inspection_id: Explain(inspection_id, request_id))
         told = {node: one.rooms for node, one in answers.items() if isinstance(one, Explanation) and one.rooms}
         silent = [node.node_id for node, one in answers.items() if one is None]
-        if not told:
+        live = self._front.requests.get(request_id)
+        attempts = self._front.attempts.history.explain(request_id, live.attempt if live else None)
+        if not told and not attempts:
             unasked = f"; {', '.join(silent)} did not answer within {ANSWER_TIMEOUT_S:g} s" if silent else ""
             raise NotFound(f"no node knows of a request {request_id[:128]!r}{unasked}", request_id=request_id[:128])
+        epoch = time.time() - self._clock()  # the clock's zero
         return pb.ExplainResponse(
-            nodes=[wire.explained_to_wire(node, rooms) for node, rooms in told.items()], silent=silent
+            nodes=[wire.explained_to_wire(node, rooms) for node, rooms in told.items()],
+            silent=silent,
+            attempts=[wire.attempt_to_wire(one, epoch + one.started) for one in attempts],
         )
 
     def _nodes(self, problems: Mapping[Node, tuple[str, ...]]) -> pb.ListNodesResponse:

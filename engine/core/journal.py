@@ -15,7 +15,16 @@ from engine.core.clock import Clock, monotonic
 from engine.core.lifetime import Chunk, LifetimeEvent, Timeline
 from engine.core.types import RoomKey
 
-__all__ = ["Accounts", "Considered", "EventTime", "Refusal", "RoomJournal", "RoomRecord"]
+__all__ = [
+    "ENDED_KEPT",
+    "OUTCOME_KEPT",
+    "Accounts",
+    "Considered",
+    "EventTime",
+    "Refusal",
+    "RoomJournal",
+    "RoomRecord",
+]
 
 ENDED_KEPT = 1000  # rooms
 PASSES_KEPT = 64  # records a room; of more, the oldest and the newest stay
@@ -89,6 +98,7 @@ class Considered:
 class EventTime:
     event: str  # a `LifetimeEvent`
     time: float  # of the first one
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,7 @@ class RoomRecord:
     passes: tuple[Considered, ...]
     not_reached: int  # passes that ended before they came to it, while it waited
     left_out: int  # passes that considered it, and of which the record had to go
+    deferred: int = 0  # passes in which it waited for another one that computes what both share
 
 
 @dataclass(slots=True)
@@ -137,6 +148,7 @@ class _Room:
     passes: list[_Span] = field(default_factory=list)
     left_out: int = 0
     not_reached: int = 0
+    deferred: int = 0
     waits_since: int | None = None  # the last pass that is accounted for; None: not waiting
 
     @property
@@ -182,9 +194,9 @@ class RoomJournal:
     def considered(self, key: RoomKey, now: Considered) -> None:
         """The newest pass has decided about a live room. `now` is of that pass alone, and its times are the clock's."""
         room = self._live[key]
-        if room.waits_since is not None:
-            room.not_reached += max(0, now.number - room.waits_since - 1)  # -1 where one pass tries it twice
-            room.waits_since = None if now.extend else now.number
+        self._reached(room, now.number)
+        if now.extend:
+            room.waits_since = None
         if room.passes and (span := room.passes[-1]).last.is_repeated_by(now):
             span.count += now.number != span.last.number  # a pass that tries it twice counts once
             span.last = now
@@ -192,6 +204,12 @@ class RoomJournal:
         room.passes.append(_Span(now, now))
         if len(room.passes) > PASSES_KEPT:
             room.left_out += room.passes.pop(PASSES_KEPT // 2).count
+
+    def deferred(self, key: RoomKey) -> None:
+        """In the newest pass a live room that waits gave way to one that computes what both share."""
+        room = self._live[key]
+        self._reached(room, self._number)
+        room.deferred += 1
 
     def failed(self, key: RoomKey, why: str) -> None:
         """It will end for this reason. The first one given counts."""
@@ -216,7 +234,7 @@ class RoomJournal:
     def _record(self, room: _Room) -> RoomRecord:
         origin = room.arrived
         events = [
-            EventTime(event, at - origin)
+            EventTime(event, at - origin, room.times.count(event))
             for event in LifetimeEvent
             if event is not LifetimeEvent.CHUNK_DONE and (at := room.times.first(event)) is not None
         ]
@@ -231,7 +249,15 @@ class RoomJournal:
             passes=tuple(span.told(origin) for span in room.passes),
             not_reached=self._not_reached(room),
             left_out=room.left_out,
+            deferred=room.deferred,
         )
+
+    @staticmethod
+    def _reached(room: _Room, number: int) -> None:
+        """Pass `number` came to a room: those since the last that did, while it waited, had not."""
+        if room.waits_since is not None:
+            room.not_reached += max(0, number - room.waits_since - 1)  # -1 where one pass tries it twice
+            room.waits_since = number
 
     def _not_reached(self, room: _Room) -> int:
         return room.not_reached + (0 if room.waits_since is None else self._number - room.waits_since)

@@ -23,8 +23,9 @@ class LifetimeEvent(enum.StrEnum):
     LAST_WRITE = "last_write"  # every write of the request is terminal
     COMPLETE = "complete"  # every page arrived
     FIRST_STEP = "first_step"  # the first decode step began
-    RETRACTED = "retracted"  # its pages went to host memory
-    RESUMED = "resumed"  # and came back
+    RETRACTED = "retracted"  # out of pages: it gave its own up, on a decode node to host memory
+    PREEMPTED = "preempted"  # it gave them up for one of higher priority
+    RESUMED = "resumed"  # it has pages again
     ENDED = "ended"  # this process has forgotten it
 
 
@@ -40,12 +41,13 @@ class Chunk:
 class Timeline:
     """First and last time of each event of one request, and of each chunk, in seconds of `clock`."""
 
-    __slots__ = ("_clock", "_first", "_last", "chunks")
+    __slots__ = ("_clock", "_counts", "_first", "_last", "chunks")
 
     def __init__(self, clock: Clock = monotonic):
         self._clock = clock
         self._first: dict[LifetimeEvent, float] = {}
         self._last: dict[LifetimeEvent, float] = {}
+        self._counts: dict[LifetimeEvent, int] = {}
         self.chunks: list[Chunk] = []
 
     def stamp(self, event: LifetimeEvent) -> float:
@@ -53,6 +55,7 @@ class Timeline:
         now = self._clock()
         self._first.setdefault(event, now)
         self._last[event] = now
+        self._counts[event] = self.count(event) + 1
         return now
 
     def chunk_done(self, end: int, tokens: int) -> None:
@@ -66,6 +69,9 @@ class Timeline:
 
     def last(self, event: LifetimeEvent) -> float | None:
         return self._last.get(event)
+
+    def count(self, event: LifetimeEvent) -> int:
+        return self._counts.get(event, 0)
 
     def between(self, start: LifetimeEvent, end: LifetimeEvent) -> float | None:
         """Seconds from the first `start` to the last `end`; None unless both happened."""

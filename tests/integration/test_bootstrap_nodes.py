@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from engine.core.messages import (
     NodeStats,
     PeerJoined,
     PeerLeft,
+    RoomFailed,
     Submit,
 )
 from engine.core.page_keys import page_keys
@@ -286,6 +288,23 @@ async def test_a_request_is_explained_by_the_nodes_that_know_it(cluster: FrontCl
     assert explained.nodes[0].role == types_pb2.ROLE_PREFILL
     assert explained.nodes[0].rooms[0].not_reached == 3
     assert not explained.silent
+
+
+async def test_an_attempt_is_explained_by_the_front_door_whatever_the_nodes_know(cluster: FrontCluster) -> None:
+    prefill, decode = await cluster.pair()
+    reply = cluster.generate(request_id="mine")
+    key = await cluster.bound(prefill, decode)
+    await decode.report(RoomFailed(key, "reserved", "no luck", retriable=False))
+    await reply.error()
+    explained, _, _ = await asyncio.gather(
+        cluster.admin.Explain(ExplainRequest(request_id="mine")), answer_explain(prefill), answer_explain(decode)
+    )
+    assert not explained.nodes
+    (attempt,) = explained.attempts
+    assert (attempt.room, attempt.epoch) == (key.room, key.epoch)
+    assert (attempt.prefill_node, attempt.decode_node) == ("prefill", "decode")
+    assert (attempt.phase, attempt.outcome) == ("reserved", "decode node decode failed while reserved: no luck")
+    assert abs(time.time() - attempt.started - attempt.seconds) < 60
 
 
 async def test_a_request_that_no_node_knows(cluster: FrontCluster) -> None:

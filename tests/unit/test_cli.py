@@ -142,7 +142,7 @@ def explanation() -> admin_pb2.ExplainResponse:
     ]  # fmt: skip
 
     def room(times: dict[str, float], epoch: int, outcome: str, **fields: Any) -> types_pb2.RoomRecord:
-        events = [types_pb2.EventTime(event=name, time=at) for name, at in times.items()]
+        events = [types_pb2.EventTime(event=name, time=at, count=1) for name, at in times.items()]
         return types_pb2.RoomRecord(
             room=9,
             epoch=epoch,
@@ -174,7 +174,17 @@ def explanation() -> admin_pb2.ExplainResponse:
             admin_pb2.ExplainedNode(node_id="decode-0", role=types_pb2.ROLE_DECODE, rooms=[lost, again]),
         ],
         silent=["decode-1"],
-    )
+        attempts=[
+            admin_pb2.AttemptRecord(
+                room=9, epoch=0, prefill_node="prefill-0", decode_node="decode-0", started=1e9 - 0.5, seconds=1.5,
+                phase="transferring", outcome="decode node decode-0 was lost while transferring: its session ended",
+            ),
+            admin_pb2.AttemptRecord(
+                room=9, epoch=1, prefill_node="prefill-0", decode_node="decode-0", first_index=12, started=1e9 + 1,
+                seconds=8, phase="decoding",
+            ),
+        ],
+    )  # fmt: skip
 
 
 class Front:
@@ -497,9 +507,14 @@ def test_explain_tells_every_pass_and_the_time_of_everything(run: Run, capsys: C
     lines = out.splitlines()
     assert lines[0] == "request r-7: 2 attempts"
     assert [line for line in lines if line.startswith("attempt")] == [
-        "attempt 1, room 0000000000000009/0",
-        "attempt 2, room 0000000000000009/1",
+        "attempt 1, room 0000000000000009/0: decode node decode-0 was lost while transferring: its session ended",
+        "attempt 2, room 0000000000000009/1: decoding",
     ]
+    assert [line.partition(" on ")[2] for line in lines if line.startswith("  begun")] == [
+        "prefill-0 and decode-0, over after 1.500 s",
+        "prefill-0 and decode-0, lives for 8.000 s",
+    ]
+    assert " with 12 tokens of the answer on " in out
     assert [line.split()[0] for line in lines if "prompt tokens" in line] == ["prefill-0", "decode-0", "decode-0"]
     start = next(i for i, line in enumerate(lines) if "considered it" in line)
     assert [line[4:] for line in lines[start : start + 14]] == [
@@ -568,10 +583,48 @@ def test_explain_json(run: Run, capsys: Capture) -> None:
     assert [one["position"] for one in room["passes"]] == [3, 1, None]
     assert room["passes"][1]["after"] == {"rem_input": 14336, "rem_chunk": 0, "total": 6936.0, "current": 6936}
     assert room["chunks"][0] == {"end": 2064, "tokens": 2048, "time": 2.5}
-    assert room["events"][1] == {"event": "granted", "time": 0.25}
+    assert room["events"][1] == {"event": "granted", "time": 0.25, "count": 1}
+    assert [(one["stream"], one["attempt"], one["outcome"][:11]) for one in answer["attempts"]] == [
+        (1, 1, "decode node"), (1, 2, ""),
+    ]  # fmt: skip
+    assert [one["attempt"] for one in answer["rooms"]] == [1, 1, 2]
+
+
+def test_attempts_of_an_answer_that_was_taken_up_have_names_of_their_own(
+    run: Run, front: Front, capsys: Capture
+) -> None:
+    again = front.admin.explanation.attempts[1]
+    again.room, again.epoch = 5, 0  # the first attempt of this front door, which the answer was taken up at
+    front.admin.explanation.nodes[1].rooms[1].MergeFrom(types_pb2.RoomRecord(room=5))
+    front.admin.explanation.nodes[1].rooms[1].epoch = 0
+    del front.admin.explanation.attempts[0]
+    assert run("explain", "r-7") == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "request r-7: 2 attempts in 2 streams"
+    assert [line for line in rest if "attempt" in line] == [
+        "stream 1, attempt 1, room 0000000000000009/0",
+        "stream 2, attempt 1, room 0000000000000005/0: decoding",
+    ]
+    assert run("explain", "r-7", "--json") == 0
+    assert [(one["stream"], one["attempt"]) for one in json.loads(capsys.readouterr().out)["attempts"]] == [
+        (1, 1), (2, 1),
+    ]  # fmt: skip
+
+
+def test_explain_tells_how_often_a_request_gave_way(run: Run, front: Front, capsys: Capture) -> None:
+    room = front.admin.explanation.nodes[1].rooms[1]
+    room.events.add(event="retracted", time=5, count=3)
+    room.events.add(event="resumed", time=6, count=3)
+    front.admin.explanation.nodes[0].rooms[0].deferred = 2
+    assert run("explain", "r-7") == 0
+    out = capsys.readouterr().out
+    assert "until there was no page for the next token (the first of 3)" in out
+    assert "its pages were in host memory (the first of 3)" in out
+    assert "    2 passes held it back for another one that computes what both share\n" in out
 
 
 def test_explain_says_when_attempts_are_missing(run: Run, front: Front, capsys: Capture) -> None:
+    del front.admin.explanation.attempts[0]
     for node in front.admin.explanation.nodes:
         kept = [room for room in node.rooms if room.epoch == 1]
         del node.rooms[:]
@@ -583,6 +636,7 @@ def test_explain_says_when_attempts_are_missing(run: Run, front: Front, capsys: 
 
 def test_explain_of_a_unified_node_tells_of_no_grant_and_no_writes(run: Run, front: Front, capsys: Capture) -> None:
     front.admin.explanation.nodes[0].role = types_pb2.ROLE_UNIFIED
+    del front.admin.explanation.attempts[:]
     del front.admin.explanation.nodes[1:]
     assert run("explain", "r-7") == 0
     out = capsys.readouterr().out

@@ -49,10 +49,10 @@ class Node:
         if self._log is not None:
             self._log.on_pass(record)
 
-    def submit(self, name: str, length: int) -> RoomKey:
-        """A request of `length` tokens that nobody else has, granted at once."""
+    def submit(self, name: str, length: int, shared: int = 0) -> RoomKey:
+        """A request of `length` tokens, of which nobody else has all but the `shared` first ones. Granted at once."""
         first, key = next(self._firsts), RoomKey.new(0)
-        tokens = tuple(range(first, first + length))
+        tokens = (*range(10**6, 10**6 + shared), *range(first, first + length - shared))
         keys = page_keys(tokens, PAGE)
         task = PrefillTask(name, key, tokens, 0, keys, SamplingParams(), StoppingParams(8))
         request = self.scheduler.submit(task)
@@ -131,6 +131,22 @@ def test_passes_that_never_reach_a_request_are_counted_while_it_lives_and_once_i
     node.turn()
     record = node.explain("third")
     assert (record.not_reached, record.passes, record.outcome) == (2, (), "aborted: client")
+
+
+def test_passes_that_hold_a_request_back_for_another_reach_it() -> None:
+    node = Node(num_pages=64, policy="lpm", dedup_cost_tokens=8, chunk_size=16)
+    node.submit("leader", 40, shared=36)
+    late = node.submit("late", 44, shared=36)
+    for _ in range(2):
+        assert node.turn() is not None
+    assert (node.explain("late").deferred, node.explain("late").passes) == (2, ()), "the leader is being computed"
+    node.turn()
+    record = node.explain("late")
+    assert (record.deferred, record.not_reached) == (2, 0)
+    assert [(one.number, one.prefix) for one in record.passes] == [(3, 32)], "less is left to save than a forward costs"
+    node.scheduler.abort(late)
+    node.journal.ended(late)
+    assert node.explain("late").deferred == 2
 
 
 def test_a_long_prompt_shows_each_pass_and_each_chunk() -> None:

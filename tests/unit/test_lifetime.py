@@ -17,6 +17,7 @@ def test_between_is_from_the_first_to_the_last() -> None:
     assert timeline.first(LifetimeEvent.CHUNK_DONE) == 12.0
     assert timeline.last(LifetimeEvent.CHUNK_DONE) == 16.0
     assert timeline.between(LifetimeEvent.ADMITTED, LifetimeEvent.CHUNK_DONE) == 6.0
+    assert [timeline.count(event) for event in (LifetimeEvent.ADMITTED, LifetimeEvent.TOKEN_0)] == [2, 0]
 
 
 def test_what_did_not_happen_has_no_time() -> None:

@@ -99,6 +99,12 @@ def admitted(link: RecordingLink) -> list[tuple[RoomKey, int]]:
     return [(report.key, report.cached_tokens) for output in link.outputs for report in output.admitted]
 
 
+def gave_way(u: Unified, asked: Submit) -> list[str]:
+    """What the journal says of giving pages up and having some again."""
+    (record,) = u.engine.journal.explain(asked.task.request_id)
+    return [one.event for one in record.events if one.event in ("retracted", "preempted", "resumed")]
+
+
 def failed(link: RecordingLink) -> list[tuple[RoomKey, str, bool, str]]:
     return [(report.key, report.phase, report.retriable, report.code) for report in link.of(RoomFailed)]
 
@@ -282,6 +288,7 @@ def test_when_pages_run_out_the_one_with_the_shortest_answer_waits_again() -> No
     assert tokens(link, old) == expected(old)
     assert tokens(link, young) == expected(young)
     assert len(admitted(link)) == 2, "the front door hears of the first time only"
+    assert (gave_way(u, old), gave_way(u, young)) == ([], ["retracted", "resumed"])
 
 
 def test_a_crowd_in_a_tiny_pool_is_answered_one_way_or_the_other() -> None:
@@ -343,6 +350,7 @@ def test_a_request_of_much_higher_priority_takes_the_place_of_another() -> None:
         assert [room.key for room in u.engine._rooms.values() if room.decoding] == [key_of(high)]
         rest(u)
     assert tokens(link, low) == expected(low)
+    assert gave_way(u, low) == ["preempted", "resumed"]
     assert tokens(link, high) == expected(high)
     order = [token.key for output in link.outputs for token in output.tokens]
     assert order.index(key_of(high)) < len(order) - 1 - order[::-1].index(key_of(low))

@@ -109,10 +109,34 @@ class ExplainedNode(_message.Message):
     rooms: _containers.RepeatedCompositeFieldContainer[_types_pb2.RoomRecord]
     def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., rooms: _Optional[_Iterable[_Union[_types_pb2.RoomRecord, _Mapping]]] = ...) -> None: ...
 
+class AttemptRecord(_message.Message):
+    __slots__ = ("room", "epoch", "prefill_node", "decode_node", "first_index", "started", "seconds", "phase", "outcome")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    epoch: int
+    prefill_node: str
+    decode_node: str
+    first_index: int
+    started: float
+    seconds: float
+    phase: str
+    outcome: str
+    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., first_index: _Optional[int] = ..., started: _Optional[float] = ..., seconds: _Optional[float] = ..., phase: _Optional[str] = ..., outcome: _Optional[str] = ...) -> None: ...
+
 class ExplainResponse(_message.Message):
-    __slots__ = ("nodes", "silent")
+    __slots__ = ("nodes", "silent", "attempts")
     NODES_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[ExplainedNode]
     silent: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[ExplainedNode, _Mapping]]] = ..., silent: _Optional[_Iterable[str]] = ...) -> None: ...
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptRecord]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[ExplainedNode, _Mapping]]] = ..., silent: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ...) -> None: ...

@@ -91,7 +91,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What nodes know of a live or recently ended request; up to 5 s. NOT_FOUND: no node that answered knows it.
+        """What this bootstrap and the nodes know of a live or recently ended request; up to 5 s. NOT_FOUND: none knows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -202,15 +202,17 @@ class ChunkForward(_message.Message):
     def __init__(self, end: _Optional[int] = ..., tokens: _Optional[int] = ..., time: _Optional[float] = ...) -> None: ...
 
 class EventTime(_message.Message):
-    __slots__ = ("event", "time")
+    __slots__ = ("event", "time", "count")
     EVENT_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     event: str
     time: float
-    def __init__(self, event: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+    count: int
+    def __init__(self, event: _Optional[str] = ..., time: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class RoomRecord(_message.Message):
-    __slots__ = ("room", "epoch", "prompt_tokens", "arrived", "age", "outcome", "events", "chunks", "passes", "not_reached", "left_out")
+    __slots__ = ("room", "epoch", "prompt_tokens", "arrived", "age", "outcome", "events", "chunks", "passes", "not_reached", "left_out", "deferred")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +224,7 @@ class RoomRecord(_message.Message):
     PASSES_FIELD_NUMBER: _ClassVar[int]
     NOT_REACHED_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_FIELD_NUMBER: _ClassVar[int]
     room: int
     epoch: int
     prompt_tokens: int
@@ -233,4 +236,5 @@ class RoomRecord(_message.Message):
     passes: _containers.RepeatedCompositeFieldContainer[Considered]
     not_reached: int
     left_out: int
-    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., arrived: _Optional[float] = ..., age: _Optional[float] = ..., outcome: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EventTime, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkForward, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Considered, _Mapping]]] = ..., not_reached: _Optional[int] = ..., left_out: _Optional[int] = ...) -> None: ...
+    deferred: int
+    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., arrived: _Optional[float] = ..., age: _Optional[float] = ..., outcome: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EventTime, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkForward, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Considered, _Mapping]]] = ..., not_reached: _Optional[int] = ..., left_out: _Optional[int] = ..., deferred: _Optional[int] = ...) -> None: ...
