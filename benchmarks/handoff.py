@@ -30,7 +30,8 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from cli.cluster import Cluster, Interrupts, claim_address, plan_cluster
+from cli.cluster import Cluster, Interrupts
+from cli.plan import claim_addresses, plan_cluster
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
 from kvrelay.v1 import generation_pb2 as pb
@@ -173,7 +174,7 @@ def main() -> None:
     nodes = {Role.PREFILL: 1, Role.DECODE: 1}
     flags["threads"] = "1"
     plan, checked_plan = (
-        plan_cluster(nodes, claim_address("127.0.0.1:0"), flags | {"kv_checksum": checksum}, os.environ)
+        plan_cluster(nodes, claim_addresses("127.0.0.1:0"), flags | {"kv_checksum": checksum}, os.environ)
         for checksum in (False, True)
     )
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -185,7 +186,7 @@ def main() -> None:
         cluster.start(timeout=DEADLINE_S)
         checked_cluster.start(timeout=DEADLINE_S)
         stub, checked = (
-            generation_pb2_grpc.GenerationStub(grpc.insecure_channel(one.address)) for one in (plan, checked_plan)
+            generation_pb2_grpc.GenerationStub(grpc.insecure_channel(one.addresses[0])) for one in (plan, checked_plan)
         )
         _, timing = relayed(stub, random.choices(VOCABULARY, k=32), "first")
         page_bytes = timing.relayed_bytes // 2  # 32 tokens are two pages

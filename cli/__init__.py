@@ -6,6 +6,6 @@ running cluster over gRPC like any client.
 
 `main` finds the sub-command and imports its module, and no other: `services` (bootstrap, prefill, decode, prepare),
 `cluster` (up), `generate`, `chat`, `operate` (status, drain, health), `explain` and `demo`. Those that speak to a
-cluster do it through `client`; `show` lays out tables and progress; `children` starts processes and sees that none is
-left behind.
+cluster do it through `client`; `show` lays out tables and progress; `plan` works out what a local cluster starts,
+`children` starts processes and sees that none is left behind.
 """

@@ -12,160 +12,28 @@ has no node of it, whoever started it.
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
-from bootstrap.config import BootstrapConfig
 from cli.children import Child, Interrupts
 from cli.client import ROLES, Client
-from cli.services import CONFIGS, add_config_file, config_file, load_service, prepare_model
+from cli.plan import BOOTSTRAP, DECIDED_HERE, Plan, claim_addresses, invitation, plan_cluster
+from cli.services import CONFIGS, add_config_file, config_file, prepare_model
 from cli.show import SIGN_OF_LIFE_S, Waiting, say
-from engine.core.access import BootstrapAccess, ClientAccess, find_key
+from engine.core.access import ClientAccess
 from engine.core.config import add_arguments, option_names
 from engine.core.errors import ConfigError, DeadlineExceeded, KVRelayError, Unavailable
-from engine.core.node_config import NodeConfig
 from engine.core.types import Role
 from kvrelay.v1 import admin_pb2
-from prefill_service.config import PrefillConfig
-from rpc.node import rank_ids
 
-__all__ = ["Cluster", "Interrupts", "Plan", "claim_address", "plan_cluster", "up"]
+__all__ = ["Cluster", "Interrupts", "up"]
 
 _POLL_S = 0.1
 _ASK_S = 1.0  # between questions to the bootstrap, once they are needed
 _LEAVE_S = 5.0  # on top of a drain deadline, and for what has nothing left to drain
-_BOOTSTRAP = "bootstrap"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # of addresses that stand for all of this machine
-_DECIDED_HERE = ("bootstrap", "node_id", "listen", "metrics_listen")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to start."""
-
-    address: str  # of the bootstrap service
-    metrics: str  # host:port of its Prometheus endpoint
-    node: NodeConfig  # what all nodes share
-    commands: Mapping[str, tuple[str, ...]]  # by the child's name
-    roles: Mapping[str, str]  # by the child's name
-    env: Mapping[str, str]
-    ranks: int = 1  # of each prefill node
-    access: ClientAccess = field(default_factory=ClientAccess)  # how to ask the bootstrap service
-
-    def node_ids(self, name: str) -> tuple[str, ...]:
-        """What a child is called in the cluster."""
-        return rank_ids(name, self.ranks if self.roles[name] == Role.PREFILL else 1)
-
-
-def plan_cluster(
-    nodes: Mapping[Role, int],
-    listen: str,
-    flags: Mapping[str, object],
-    env: Mapping[str, str],
-    file: Path | None = None,
-) -> Plan:
-    """Work out every child's command. `nodes`: how many of each role. `listen`: where the bootstrap service shall.
-    `flags` are options of any service, and of clients.
-
-    Raises ConfigError for all mistakes.
-    """
-    _refuse_strays((*nodes, _BOOTSTRAP), flags)
-    configs: list[Any] = [load_service(CONFIGS[role], file, env, flags) for role in nodes]
-    bootstrap = load_service(BootstrapConfig, file, env, {**flags, "listen": listen})
-    access = load_service(ClientAccess, file, env, flags)
-    _check_key(bootstrap.access, access)
-    address = _dialled(listen)
-    node: NodeConfig = configs[0].node
-    threads = node.threads
-    ranks = next((config.ranks.dp_size for config in configs if isinstance(config, PrefillConfig)), 1)
-    if threads is None and "OMP_NUM_THREADS" not in env:
-        engines = sum(count * (ranks if role is Role.PREFILL else 1) for role, count in nodes.items())
-        threads = max(1, len(os.sched_getaffinity(0)) // engines)
-    if threads is not None:
-        flags = {**flags, "threads": threads}
-        env = {**env, "OMP_NUM_THREADS": str(threads)}
-    roles: dict[str, str] = {_BOOTSTRAP: _BOOTSTRAP}
-    roles |= {f"{role}-{i}": role for role, count in nodes.items() for i in range(count)}
-    metrics = claim_address("127.0.0.1:0")
-    commands = {}
-    for name, role in roles.items():
-        if role == _BOOTSTRAP:
-            own = ["--listen", listen, "--metrics-listen", metrics]
-        else:
-            own = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
-            own += ["--bootstrap", address, "--node-id", name]
-        own += [f"--config={file.absolute()}"] if file else []
-        # -P: a folder `engine` where the user stands is not ours.
-        commands[name] = (sys.executable, "-P", "-m", "cli.main", role, *own, *_as_flags(CONFIGS[role], flags))
-    return Plan(address, metrics, node, commands, roles, env, ranks, access)
-
-
-def _check_key(bootstrap: BootstrapAccess, client: ClientAccess) -> None:
-    """Raise ConfigError when the bootstrap would not tell us of its nodes."""
-    if keys := bootstrap.keys():
-        key = find_key(keys, client.api_key or "")
-        if key is None or not key.admin:
-            wanted = "`kvrelay up` asks for the state of the nodes, so it needs an admin key of the API keys"
-            raise ConfigError([f"KVRELAY_API_KEY or --api-key-file: {wanted}"])
-
-
-def _dialled(listen: str) -> str:
-    """Where to reach what listens there."""
-    host, _, port = listen.rpartition(":")
-    return f"{_LOOPBACK.get(host, host)}:{port}"
-
-
-def _refuse_strays(roles: Collection[str], flags: Mapping[str, object]) -> None:
-    """Raise ConfigError for options that none of these services has."""
-    theirs = {name for role in roles for name in option_names(CONFIGS[role])}
-    strays = {
-        name: " and ".join(role for role, config in CONFIGS.items() if name in option_names(config))
-        for name in sorted(
-            {name for config in CONFIGS.values() for name in option_names(config)} & flags.keys() - theirs
-        )
-    }
-    if strays:
-        raise ConfigError(
-            [f"--{name.replace('_', '-')}: an option of {of} nodes, and none is started" for name, of in strays.items()]
-        )
-
-
-def _as_flags(config: type, options: Mapping[str, object]) -> list[str]:
-    words: list[str] = []
-    for name in option_names(config):
-        if name in options and name not in _DECIDED_HERE:
-            flag, value = name.replace("_", "-"), options[name]
-            words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}={value}"]
-    return words
-
-
-def claim_address(listen: str) -> str:
-    """`listen` with port 0 replaced by a free one. Raises ConfigError when something listens there already.
-
-    Asked before anything is started: nodes of a second cluster must never attach to a first one.
-    """
-    host, _, port = listen.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what lingers of an earlier cluster is fine
-            probe.bind((host.strip("[]"), int(port)))
-            return f"{host}:{probe.getsockname()[1]}"
-    except (ValueError, OverflowError) as error:
-        limit = "host:port, a port of 0 to 65535"
-        raise ConfigError([f"--address: cannot listen on {listen!r}; allowed: {limit}"]) from error
-    except OSError as error:
-        hint = "; --address 127.0.0.1:0 picks a free port" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError([f"--address: cannot listen on {listen!r}: {error}{hint}"]) from error
 
 
 class Cluster:
@@ -206,7 +74,8 @@ class Cluster:
         say(f"started {', '.join(self._children)} (process ids {', '.join(self._pids())})")
         began = time.monotonic()
         missing, said, said_at = list(self._children), "", began
-        with Client(self.plan.address, self.plan.access) as client:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client(one, self.plan.access)) for one in self.plan.addresses]
             while missing:
                 with self._interrupts.held():  # as in `watch`
                     for child in self._children.values():
@@ -220,7 +89,7 @@ class Cluster:
                 if now - began > timeout:
                     raise DeadlineExceeded(f"{', '.join(missing)} not serving after {timeout:g} s", phase="start")
                 time.sleep(_POLL_S)
-                missing = self._missing(client)
+                missing = self._missing(clients)
 
     def watch(self) -> None:
         """Return never: ends by KeyboardInterrupt, or raises Unavailable when the bootstrap or a whole pool is gone."""
@@ -237,10 +106,10 @@ class Cluster:
                 continue
             error = self._death(child)
             role = self.plan.roles[child.name]
-            if role == _BOOTSTRAP:
-                raise error
             if any(self._children[name].alive for name, other in self.plan.roles.items() if other == role):
                 say(f"{error}; the others go on")
+            elif role == BOOTSTRAP:
+                raise error
             else:
                 without[role] = error
 
@@ -254,28 +123,33 @@ class Cluster:
                 say(f"{error}; {', '.join(others)} goes on")
 
     def _others(self, role: str) -> list[str] | None:
-        """Nodes of a role that somebody else started; None when the bootstrap does not say."""
-        try:
-            with Client(self.plan.address, self.plan.access) as client:
-                nodes = _nodes(client)
-        except KVRelayError:
-            return None
-        others = [node for node in nodes if node.incarnation not in self._incarnations]
-        return [node.node_id for node in others if ROLES.get(node.role) == role]
+        """Nodes of a role that somebody else started; None when no bootstrap says."""
+        for address in self.plan.addresses:
+            try:
+                with Client(address, self.plan.access) as client:
+                    nodes = _nodes(client)
+            except KVRelayError:
+                continue
+            others = [node for node in nodes if node.incarnation not in self._incarnations]
+            return [node.node_id for node in others if ROLES.get(node.role) == role]
+        return None
 
     def _pids(self) -> list[str]:
         return [str(child.process.pid) for child in self._children.values()]
 
-    def _missing(self, client: Client) -> list[str]:
-        """Names of the children that do not serve yet."""
-        try:
-            nodes = _nodes(client)
-        except KVRelayError:
-            return list(self._children)
-        serving = {node.node_id: node.incarnation for node in nodes if node.stats.serving}
-        ours = {name: self.plan.node_ids(name) for name in self._children if name != _BOOTSTRAP}
-        self._incarnations = {serving[one] for ids in ours.values() for one in ids if one in serving}
-        return [name for name, ids in ours.items() if not serving.keys() >= set(ids)]
+    def _missing(self, clients: Sequence[Client]) -> list[str]:
+        """Names of the children that do not serve yet, each at every bootstrap."""
+        ours = {name: self.plan.node_ids(name) for name, role in self.plan.roles.items() if role != BOOTSTRAP}
+        missing: set[str] = set()
+        for client in clients:
+            try:
+                nodes = _nodes(client)
+            except KVRelayError:
+                return list(self._children)
+            serving = {node.node_id: node.incarnation for node in nodes if node.stats.serving}
+            self._incarnations = {serving[one] for ids in ours.values() for one in ids if one in serving}
+            missing |= {name for name, ids in ours.items() if not serving.keys() >= set(ids)}
+        return [name for name in ours if name in missing]
 
     def _death(self, child: Child) -> Unavailable:
         """Report a process that has ended, with its last lines unless it simply left."""
@@ -292,7 +166,7 @@ class Cluster:
     # ---- stopping ----
 
     def _stop(self) -> None:
-        nodes = [child for name, child in self._children.items() if self.plan.roles[name] != _BOOTSTRAP]
+        nodes = [child for name, child in self._children.items() if self.plan.roles[name] != BOOTSTRAP]
         self._end(nodes, self.plan.node.drain_timeout + _LEAVE_S)
         self._end([child for child in self._children.values() if child not in nodes], 3 * _LEAVE_S)
 
@@ -339,15 +213,19 @@ def up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=_count, metavar="N", help="decode nodes (default: 1)")
     text = "unified nodes, which do both, instead of prefill and decode nodes"
     parser.add_argument("--unified", type=_count, metavar="N", help=text)
+    text = "bootstrap services, at the next ports: when one dies, answers go on at another (default: 1)"
+    parser.add_argument("--bootstraps", type=_count, default=1, metavar="N", help=text)
     text = "host:port for clients and nodes; port 0 picks one (default: 127.0.0.1:7070)"
     parser.add_argument("--address", default="127.0.0.1:7070", metavar="HOST:PORT", help=text)
+    text = "host:port of the bootstrap's Prometheus endpoint, which shows the nodes too (default: a free port)"
+    parser.add_argument("--metrics-address", default="127.0.0.1:0", metavar="HOST:PORT", help=text)
     text = "give up when not all serve after so long (default: 300)"
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
     parser.add_argument("--quiet", action="store_true", help="do not show the log lines of the processes")
-    add_config_file(parser, f"TOML file of options of any service; {', '.join(_DECIDED_HERE)} in it are not used")
+    add_config_file(parser, f"TOML file of options of any service; {', '.join(DECIDED_HERE)} in it are not used")
     text = "torch threads of each engine (default: OMP_NUM_THREADS, or the cores shared out among the engines)"
     parser.add_argument("--threads", default=argparse.SUPPRESS, metavar="N", help=text)
-    seen = {*_DECIDED_HERE, "threads"}
+    seen = {*DECIDED_HERE, "threads"}
     for config in (*CONFIGS.values(), ClientAccess):
         add_arguments(parser, config, skip=seen)
         seen |= set(option_names(config))
@@ -372,7 +250,8 @@ def _nodes_wanted(flags: argparse.Namespace) -> Mapping[Role, int]:
 
 def _up(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     file = config_file(flags, env)
-    plan = plan_cluster(_nodes_wanted(flags), claim_address(flags.address), vars(flags), env, file)
+    listen = claim_addresses(flags.address, flags.bootstraps)
+    plan = plan_cluster(_nodes_wanted(flags), listen, vars(flags), env, file, flags.metrics_address)
     farewell = "stopping, finishing what runs (Ctrl-C again: at once)"
     serving = False
     with Interrupts() as interrupts:
@@ -382,9 +261,9 @@ def _up(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
             with cluster:
                 cluster.start(flags.start_timeout)
                 serving = True
-                print(f"serving {plan.node.model} at {plan.address}", flush=True)
-                say(f"metrics: http://{plan.metrics}/metrics")
-                say(f'try: kvrelay chat --bootstrap {plan.address} "Why is the sky blue?"; Ctrl-C stops the cluster')
+                print(f"serving {plan.node.model} at {plan.bootstraps}", flush=True)
+                say(f"metrics: {', '.join(f'http://{at}/metrics' for at in plan.metrics)}")
+                say(f"try: {invitation(plan)}; Ctrl-C stops the cluster")
                 cluster.watch()
         except KeyboardInterrupt:
             if not serving:

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Mapping
 
 from cli.client import Answer, Client, finish_reason
-from cli.cluster import Cluster, Interrupts, claim_address, plan_cluster
+from cli.cluster import Cluster, Interrupts
 from cli.generate import answer_watched, show_text
+from cli.plan import claim_addresses, plan_cluster
 from cli.services import prepare_model
 from cli.show import say, timing_table
 from engine.core.errors import KVRelayError
@@ -58,12 +59,12 @@ def demo(parser: argparse.ArgumentParser) -> None:
 
 def _run(flags: argparse.Namespace, env: Mapping[str, str]) -> int:
     options = {"model": flags.model, "kv_memory": "512MiB"}
-    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, claim_address("127.0.0.1:0"), options, env)
+    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, claim_addresses("127.0.0.1:0"), options, env)
     with Interrupts() as interrupts, Cluster(plan, interrupts, quiet=not flags.show_logs) as cluster:
         say(f"KVRelay demo: one prefill node, one decode node, {flags.model}")
         prepare_model(plan.node.model, plan.node.model_dir)
         cluster.start(_START_TIMEOUT_S)
-        with Client(plan.address, plan.access) as client:
+        with Client(plan.addresses[0], plan.access) as client:
             say(f"\nA system prompt (how to answer visitors of an observatory), and: {_QUESTIONS[0]}\n")
             first = _ask(client, _QUESTIONS[0])
             say(f"\nThe same system prompt, and: {_QUESTIONS[1]}\n")

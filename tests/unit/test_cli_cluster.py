@@ -16,14 +16,16 @@ from pathlib import Path
 import pytest
 
 from bootstrap.config import BootstrapConfig
-from cli.cluster import Interrupts, Plan, claim_address, plan_cluster
+from cli.cluster import Interrupts
 from cli.main import main
+from cli.plan import Plan, claim_addresses, invitation, plan_cluster
 from cli.services import load_service
 from decode_service.config import DecodeConfig
 from engine.core.access import new_key
 from engine.core.errors import ConfigError
 from engine.core.types import Role
 from prefill_service.config import PrefillConfig
+from tests.helpers.certificates import Authority
 from tests.helpers.cluster import assert_eventually
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +73,14 @@ print(sys.argv[1], "leaves", flush=True)
 # What `kvrelay up` does, with a plan of such children.
 UP = """
 import dataclasses, sys
-from cli.cluster import Cluster, Interrupts, Plan
+from cli.cluster import Cluster, Interrupts
+from cli.plan import Plan
 from engine.core.errors import KVRelayError
 from engine.core.node_config import NodeConfig
 commands, patience = eval(sys.argv[2]), float(sys.argv[3])
 env = dict(__import__("os").environ)
 roles = {name: name.split("-")[0] for name in commands}
-plan = Plan(sys.argv[1], "", NodeConfig(drain_timeout=patience), commands, roles, env)
+plan = Plan(tuple(sys.argv[1].split(",")), (), NodeConfig(drain_timeout=patience), commands, roles, env)
 with Interrupts() as interrupts:
     cluster = Cluster(plan, interrupts)
     try:
@@ -148,25 +151,34 @@ def runs(pid: int) -> bool:
 
 @contextlib.contextmanager
 def started(
-    prefill: str = NODE, how: str = "quick", patience: float = 20, until: str | None = None, prelude: str = ""
+    prefill: str = NODE,
+    how: str = "quick",
+    patience: float = 20,
+    until: str | None = None,
+    prelude: str = "",
+    bootstraps: int = 1,
 ) -> Iterator[Up]:
     with tempfile.TemporaryDirectory() as directory:
         nodes = Path(directory, "nodes")
         nodes.write_text("prefill-0 decode-0")
-        with launched(nodes, prefill, how, patience, until, prelude) as up:
+        with launched(nodes, prefill, how, patience, until, prelude, bootstraps) as up:
             yield up
 
 
 @contextlib.contextmanager
-def launched(nodes: Path, prefill: str, how: str, patience: float, until: str | None, prelude: str) -> Iterator[Up]:
-    address = claim_address("127.0.0.1:0")
+def launched(
+    nodes: Path, prefill: str, how: str, patience: float, until: str | None, prelude: str, bootstraps: int
+) -> Iterator[Up]:
+    addresses = claim_addresses("127.0.0.1:0", bootstraps)
+    names = ("bootstrap",) if bootstraps == 1 else tuple(f"bootstrap-{i}" for i in range(bootstraps))
     commands = {
-        "bootstrap": (sys.executable, "-c", BOOTSTRAP, address, str(nodes)),
+        **{name: (sys.executable, "-c", BOOTSTRAP, at, str(nodes)) for name, at in zip(names, addresses, strict=True)},
         "prefill-0": (sys.executable, "-c", prefill, "prefill-0", how),
         "decode-0": (sys.executable, "-c", NODE, "decode-0", "quick"),
     }
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "proto", "kernels"))}
-    command = [sys.executable, "-c", prelude + UP, address, repr(commands), str(patience), str(nodes.parent / "now")]
+    command = [sys.executable, "-c", prelude + UP, ",".join(addresses), repr(commands), str(patience)]
+    command.append(str(nodes.parent / "now"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         up = Up(process, nodes, until)
         try:
@@ -233,6 +245,19 @@ def test_death_of_a_needed_child_ends_the_cluster() -> None:
         lines = up.ended()
     assert "  prefill-0 | prefill-0 runs" in lines  # its last words again, where one looks for them
     assert lines[-2:] == ["prefill-0 ended with SIGKILL, and no prefill node is left", "disorderly"]
+
+
+def test_cluster_goes_on_while_a_bootstrap_is_left() -> None:
+    with started(bootstraps=2) as up:
+        serving(up)
+        os.kill(up.pids()["bootstrap-0"], signal.SIGKILL)
+        up.wait_for("bootstrap-0 ended with SIGKILL; the others go on")
+        up.nodes.write_text("prefill-0 decode-0 decode-by-hand")
+        os.kill(up.pids()["decode-0"], signal.SIGTERM)
+        up.wait_for("decode-0 has left; decode-by-hand goes on")  # as the other bootstrap says
+        os.kill(up.pids()["bootstrap-1"], signal.SIGKILL)
+        lines = up.ended()
+    assert lines[-2:] == ["bootstrap-1 ended with SIGKILL", "disorderly"]
 
 
 def test_cluster_goes_on_while_a_node_started_by_hand_has_the_pool() -> None:
@@ -332,7 +357,7 @@ def test_child_that_fails_to_start_is_reported() -> None:
 
 
 def planned(env: dict[str, str], **flags: object) -> Plan:
-    return plan_cluster({Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7070", flags, env)
+    return plan_cluster({Role.PREFILL: 2, Role.DECODE: 1}, ("127.0.0.1:7070",), flags, env)
 
 
 def test_plan_gives_every_child_its_options() -> None:
@@ -349,16 +374,16 @@ def test_plan_gives_every_child_its_options() -> None:
 
 def test_plan_of_unified_nodes() -> None:
     flags = {"policy": "lpm", "max_running": "4"}
-    plan = plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", flags, {})
+    plan = plan_cluster({Role.UNIFIED: 2}, ("127.0.0.1:7070",), flags, {})
     assert dict(plan.roles) == {"bootstrap": "bootstrap", "unified-0": "unified", "unified-1": "unified"}
     assert {"--node-id", "unified-1", "--policy=lpm", "--max-running=4"} <= set(plan.commands["unified-1"])
     with pytest.raises(ConfigError, match="chunk_size is 64; allowed: at least 80 with mixed_chunk"):
-        plan_cluster({Role.UNIFIED: 2}, "127.0.0.1:7070", {"chunk_size": "64"}, {})
+        plan_cluster({Role.UNIFIED: 2}, ("127.0.0.1:7070",), {"chunk_size": "64"}, {})
 
 
 def test_options_of_what_is_not_started_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_cluster({Role.UNIFIED: 1}, "127.0.0.1:7070", {"dp_size": "2", "reserved_decode_tokens": "9"}, {})
+        plan_cluster({Role.UNIFIED: 1}, ("127.0.0.1:7070",), {"dp_size": "2", "reserved_decode_tokens": "9"}, {})
     assert caught.value.problems == (
         "--dp-size: an option of prefill nodes, and none is started",
         "--reserved-decode-tokens: an option of decode nodes, and none is started",
@@ -396,10 +421,10 @@ def test_plan_keeps_secrets_out_of_commands_and_takes_an_admin_key(tmp_path: Pat
 def test_a_cluster_for_others_is_reached_on_loopback() -> None:
     nodes = {Role.UNIFIED: 1}
     with pytest.raises(ConfigError, match="join token"):
-        plan_cluster(nodes, "0.0.0.0:7070", {}, {})
+        plan_cluster(nodes, ("0.0.0.0:7070",), {}, {})
     for listen, dialled in (("0.0.0.0:7070", "127.0.0.1:7070"), ("[::]:7070", "[::1]:7070")):
-        plan = plan_cluster(nodes, listen, {"insecure_listen": True}, {})
-        assert plan.address == dialled
+        plan = plan_cluster(nodes, (listen,), {"insecure_listen": True}, {})
+        assert plan.bootstraps == dialled
         assert {"--listen", listen, "--insecure-listen"} <= set(plan.commands["bootstrap"])
         assert dialled in plan.commands["unified-0"]
         assert "--insecure-listen" not in plan.commands["unified-0"]
@@ -425,7 +450,7 @@ def test_ranks_share_the_cores_and_are_all_waited_for() -> None:
 def test_one_file_serves_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cluster.toml").write_text('max_queue = 7\nmax_running = 3\nchunk_size = 64\nlisten = "127.0.0.1:1"\n')
     monkeypatch.chdir(tmp_path)
-    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, "127.0.0.1:7070", {}, {}, Path("cluster.toml"))
+    plan = plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, ("127.0.0.1:7070",), {}, {}, Path("cluster.toml"))
     for command in plan.commands.values():
         (file,) = [word.removeprefix("--config=") for word in command if word.startswith("--config=")]
         assert Path(file) == tmp_path / "cluster.toml"  # wherever the child runs
@@ -447,8 +472,47 @@ def test_mistake_in_the_file_is_found_before_anything_starts(
 
 def test_metrics_address_of_the_bootstrap_is_known() -> None:
     plan = planned({})
-    assert f"--metrics-listen {plan.metrics}" in " ".join(plan.commands["bootstrap"])
-    assert not plan.metrics.endswith(":0")
+    (metrics,) = plan.metrics
+    assert f"--metrics-listen {metrics}" in " ".join(plan.commands["bootstrap"])
+    assert not metrics.endswith(":0")
+
+
+def test_several_bootstraps_have_ports_in_a_row_and_every_node_knows_all() -> None:
+    listen = ("127.0.0.1:7070", "127.0.0.1:7071")
+    plan = plan_cluster({Role.UNIFIED: 1}, listen, {}, {}, metrics="127.0.0.1:0")
+    assert list(plan.commands) == ["bootstrap-0", "bootstrap-1", "unified-0"]
+    assert plan.roles["bootstrap-1"] == "bootstrap"
+    assert "--listen 127.0.0.1:7071" in " ".join(plan.commands["bootstrap-1"])
+    assert "--bootstrap 127.0.0.1:7070,127.0.0.1:7071" in " ".join(plan.commands["unified-0"])
+    assert len(set(plan.metrics)) == 2
+    assert invitation(plan).startswith("kvrelay chat --bootstrap 127.0.0.1:7070,127.0.0.1:7071 ")
+
+
+def test_metrics_address_may_be_chosen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    plan = plan_cluster({Role.UNIFIED: 1}, ("127.0.0.1:7070",), {}, {}, metrics=f"127.0.0.1:{port}")
+    assert plan.metrics == (f"127.0.0.1:{port}",)
+    assert f"--metrics-listen 127.0.0.1:{port}" in " ".join(plan.commands["bootstrap"])
+    assert "--metrics-listen 127.0.0.1:0" in " ".join(plan.commands["unified-0"])
+
+
+def test_what_is_suggested_repeats_what_a_client_needs(tmp_path: Path) -> None:
+    admin, admins = new_key("admin", admin=True)
+    own, keys = tmp_path / "own key", tmp_path / "keys"
+    own.write_text(admin)
+    keys.write_text(admins.line)
+    (tmp_path / "cluster.toml").write_text(f'api_key_file = "{own}"\napi_keys_file = "{keys}"\n')
+    listen = ("127.0.0.1:7070",)
+    plan = plan_cluster({Role.UNIFIED: 1}, listen, {}, {}, tmp_path / "cluster.toml")
+    assert invitation(plan).endswith(f"--bootstrap 127.0.0.1:7070 '--api-key-file={own}' \"Why is the sky blue?\"")
+    plan = planned({"KVRELAY_API_KEY": admin, "KVRELAY_API_KEYS": admins.line})
+    assert invitation(plan).startswith("KVRELAY_API_KEY=… kvrelay chat ")
+    assert admin not in invitation(plan)
+    authority = Authority(tmp_path)
+    pair = authority.sign("all")
+    plan = planned({}, tls_ca=str(authority.ca), tls_cert=str(pair.cert), tls_key=str(pair.key))
+    assert f" --tls-ca={authority.ca} --tls-cert={pair.cert} --tls-key={pair.key} " in invitation(plan)
 
 
 def test_mistakes_are_found_before_anything_starts() -> None:
@@ -458,7 +522,15 @@ def test_mistakes_are_found_before_anything_starts() -> None:
 
 def test_address_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use.*--address 127"):
-        claim_address(f"127.0.0.1:{taken.getsockname()[1]}")
+        claim_addresses(f"127.0.0.1:{taken.getsockname()[1]}")
     for wrong in ("nowhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match=r"--address: .*allowed: host:port, a port of 0 to 65535"):
-            claim_address(wrong)
+            claim_addresses(wrong)
+
+
+def test_addresses_in_a_row_are_claimed_together() -> None:
+    assert len(set(claim_addresses("127.0.0.1:0", 3))) == 3
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^--metrics-address: .* on 2 ports from '127.0.0.1:{port - 1}' on"):
+            claim_addresses(f"127.0.0.1:{port - 1}", 2, "--metrics-address")
