@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cli.show import describe_error, say
+from engine.core.config import ENVIRONMENT_PREFIX
 from engine.core.errors import ConfigError, KVRelayError
 
 __all__ = ["EXIT_FAILURE", "EXIT_INTERRUPTED", "EXIT_OK", "EXIT_USAGE", "main"]
@@ -81,6 +82,10 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
             stream.reconfigure(errors="replace")  # what a model says must not end the command
     try:
         arguments = _parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
+        if any(name.startswith(ENVIRONMENT_PREFIX) for name in env):
+            from cli.services import without_strays  # it knows the options of all services
+
+            env = without_strays(env)
         code: int = arguments.run(arguments, env)
         sys.stdout.flush()
         return code

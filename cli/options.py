@@ -20,7 +20,8 @@ Made by `make docs` from the code; do not edit.
 
 An option `page_size` is the flag `--page-size`, the environment variable `KVRELAY_PAGE_SIZE`, and the key `page_size`
 in the TOML file given with `--config`. A flag wins over the environment, the environment over the file. One file may
-serve a whole cluster: each service takes what it knows. `kvrelay up` takes the options of all services, refuses flags
+serve a whole cluster: each service takes what it knows. A name that no service knows is refused in a file, and warned
+of in the environment. `kvrelay up` takes the options of all services, refuses flags
 that only roles have which it does not start, and decides addresses and node ids itself: `--address` and
 `--metrics-address` are those of the bootstrap. One that is true or false is switched off with `--no-`, as in
 `--no-prefix-cache`. Secrets have no flag, which would show in the list of processes;

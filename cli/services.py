@@ -16,7 +16,7 @@ from bootstrap.config import BootstrapConfig
 from cli.show import say
 from decode_service.config import DecodeConfig
 from engine.core.access import ClientAccess
-from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option, option_names
+from engine.core.config import ENVIRONMENT_PREFIX, add_arguments, load, option, option_names, strays
 from engine.core.errors import KVRelayError
 from engine.core.logs import setup_logging
 from engine.core.model_store import DEMO_MODEL, PreparedModel, default_cache_dir, ensure_prepared
@@ -36,6 +36,7 @@ __all__ = [
     "prepare",
     "prepare_model",
     "unified",
+    "without_strays",
 ]
 
 CONFIGS: dict[str, type] = {
@@ -119,8 +120,24 @@ def config_file(flags: argparse.Namespace, env: Mapping[str, str]) -> Path | Non
 
 def load_service(cls: type[C], file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> C:
     """`load`, from a file that may hold options of the other services too: one file serves a cluster."""
-    known = {name for config in (*CONFIGS.values(), ClientAccess) for name in option_names(config)}
-    return load(cls, file=file, env=env, flags=flags, known=known)
+    return load(cls, file=file, env=env, flags=flags, known=_known())
+
+
+def _known() -> set[str]:
+    """Names of the options of all services and clients."""
+    return {name for config in (*CONFIGS.values(), ClientAccess) for name in option_names(config)}
+
+
+def without_strays(env: Mapping[str, str]) -> Mapping[str, str]:
+    """`env` without variables that look like options and are none, after a warning about each.
+
+    They are not refused, as those in a file are: the environment is not ours alone. Kubernetes, for one, sets such
+    variables for a service of the name kvrelay. Child processes need not warn once more.
+    """
+    found = strays(env, {*_known(), _FILE_VARIABLE.removeprefix(ENVIRONMENT_PREFIX)})
+    for sentence in found.values():
+        say(f"kvrelay: warning: {sentence}")
+    return {name: value for name, value in env.items() if name not in found}
 
 
 def _service(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], int]) -> None:

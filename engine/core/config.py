@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 
 from engine.core.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_PREFIX", "Bytes", "add_arguments", "describe", "load", "option", "option_names"]
+__all__ = ["ENVIRONMENT_PREFIX", "Bytes", "add_arguments", "describe", "load", "option", "option_names", "strays"]
 
 ENVIRONMENT_PREFIX = "KVRELAY_"
 _METADATA = "kvrelay"
@@ -251,8 +251,7 @@ def load(
         if name in options:
             given[name] = (value, f"{name} in {file}")
         elif name not in known:
-            near = difflib.get_close_matches(name, {*options, *known}, n=1)
-            problems.append(f"{key} in {file}: no such option" + (f", did you mean {near[0]}?" if near else ""))
+            problems.append(f"{key} in {file}: no such option" + _near(name, {*options, *known}))
     given |= {one.name: (env[one.variable], one.variable) for one in options.values() if env.get(one.variable)}
     given |= {
         one.name: (flags[one.name], one.flag)
@@ -277,6 +276,22 @@ def load(
         if not problems:
             return config
     raise ConfigError(problems)
+
+
+def strays(env: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+    """Variables that look like options and are none of the `known` ones, and a sentence about each."""
+    names = {name.upper() for name in known}
+    found = {name: name.removeprefix(ENVIRONMENT_PREFIX) for name in env if name.startswith(ENVIRONMENT_PREFIX)}
+    return {
+        variable: f"{variable}: no such option" + _near(name, names, ENVIRONMENT_PREFIX)
+        for variable, name in sorted(found.items())
+        if name not in names
+    }
+
+
+def _near(name: str, known: Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {prefix}{near[0]}?" if near else ""
 
 
 def _read(file: Path | None, problems: list[str]) -> dict[str, object]:

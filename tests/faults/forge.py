@@ -28,7 +28,7 @@ from typing import Any
 
 __all__ = ["POINTS_VARIABLE", "Forge", "Forged"]
 
-POINTS_VARIABLE = "KVRELAY_TEST_POINTS"  # path of the socket on which a process takes its faults; unset: none
+POINTS_VARIABLE = "TEST_POINTS_SOCKET"  # path of the socket on which a process takes its faults; unset: none
 POLL_S = 0.01
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1

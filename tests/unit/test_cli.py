@@ -377,6 +377,13 @@ def test_every_group_of_options_has_a_title(command: str, capsys: Capture) -> No
     assert "Config(" not in capsys.readouterr().out
 
 
+def test_a_variable_that_is_no_option_is_warned_of_whatever_the_command(run: Run, capsys: Capture) -> None:
+    env = {"KVRELAY_KVMEMORY": "8GiB", "KVRELAY_MAX_RUNNING": "9", "KVRELAY_CONFIG": "of nodes"}
+    assert main(["prepare", "no-such-model"], env | {"KVRELAY_MODEL_DIR": "/nowhere"}) != 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warned == ["kvrelay: warning: KVRELAY_KVMEMORY: no such option, did you mean KVRELAY_KV_MEMORY?"]
+
+
 def test_wrong_configuration_lists_everything(capsys: Capture) -> None:
     env = {"KVRELAY_PAGE_SIZE": "0", "KVRELAY_DTYPE": "int3"}
     assert main(["prefill", "--kv-memory", "lots"], env) == 2

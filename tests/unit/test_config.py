@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config import Bytes, add_arguments, describe, load, option, option_names
+from engine.core.config import Bytes, add_arguments, describe, load, option, option_names, strays
 from engine.core.errors import ConfigError
 
 
@@ -153,6 +153,14 @@ def test_flags_come_from_the_declaration(capsys: pytest.CaptureFixture[str]) -> 
     assert "Scheduling:" in shown
     assert "default: 2GiB" in shown
     assert "--bootstrap HOST:PORT,..." in shown
+
+
+def test_variables_that_are_no_option_are_found_and_the_nearest_one_is_named() -> None:
+    env = {"KVRELAY_PAGESIZE": "8", "KVRELAY_PAGE_SIZE": "16", "KVRELAY_": "", "KVRELAYS": "x", "HOME": "/root"}
+    assert strays(env, ("page_size", "policy")) == {
+        "KVRELAY_": "KVRELAY_: no such option",
+        "KVRELAY_PAGESIZE": "KVRELAY_PAGESIZE: no such option, did you mean KVRELAY_PAGE_SIZE?",
+    }
 
 
 # ---- secrets ----
