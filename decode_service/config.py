@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core.config import Bytes, option
 from engine.core.errors import ConfigError
-from engine.core.node_config import NodeConfig
+from engine.core.node_config import NodeConfig, host_pool_problems
 from engine.core.room_budget import never_fits
 
 __all__ = ["DecodeConfig", "DecodeOptions", "check_pool"]
@@ -29,6 +30,9 @@ class DecodeOptions:
     )
     priority_scheduling: bool = option(False, "admit by the priority of requests first, then by arrival")
     low_priority_first: bool = option(False, "smaller priorities are admitted first")
+
+    def problems(self) -> Iterable[str]:
+        yield from host_pool_problems(self.host_kv_memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.config import Bytes, option
+from engine.core.node_config import host_pool_problems
 from prefill_service.policy import Policy, combination_problems
 from prefill_service.prefix_cache import Eviction
 
@@ -74,7 +77,19 @@ class SchedulerConfig:
         yield from combination_problems(
             self.policy, cache_enabled=self.prefix_cache, priorities=self.priority_scheduling
         )
+        yield from host_pool_problems(self.host_kv_memory)
+        if self.log_passes is not None and (why := _cannot_write(self.log_passes)):
+            yield f"log_passes: cannot write {self.log_passes}: {os.strerror(why)}"
         if self.host_kv_memory is not None and not self.prefix_cache:
             yield f"host_kv_memory is {self.host_kv_memory}; allowed without prefix_cache: none, as no page is cached"
         if self.forward_target is not None and self.chunk_size is None:
             yield f"forward_target is {self.forward_target:g}; allowed with chunk_size none: none, since none is cut"
+
+
+def _cannot_write(path: Path) -> int | None:
+    """Why not, as far as it shows before the file is opened: who reads a pipe would notice that."""
+    if path.is_dir():
+        return errno.EISDIR
+    if not path.exists() and not path.parent.is_dir():
+        return errno.ENOENT
+    return None if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES

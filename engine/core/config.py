@@ -281,7 +281,8 @@ def load(
 def strays(env: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
     """Variables that look like options and are none of the `known` ones, and a sentence about each."""
     names = {name.upper() for name in known}
-    found = {name: name.removeprefix(ENVIRONMENT_PREFIX) for name in env if name.startswith(ENVIRONMENT_PREFIX)}
+    given = [name for name in env if name.startswith(ENVIRONMENT_PREFIX) and env[name]]
+    found = {name: name.removeprefix(ENVIRONMENT_PREFIX) for name in given}
     return {
         variable: f"{variable}: no such option" + _near(name, names, ENVIRONMENT_PREFIX)
         for variable, name in sorted(found.items())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,18 @@ from engine.core.logs import LogConfig
 from engine.core.model_store import default_cache_dir
 from engine.core.types import NODE_NAME, NODE_NAME_RULE
 
-__all__ = ["NodeConfig"]
+__all__ = ["NodeConfig", "host_memory", "host_pool_problems"]
+
+
+def host_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def host_pool_problems(size: Bytes | None) -> Iterator[str]:
+    """What is wrong with a `host_kv_memory` whatever the model. Whether it holds a page of that one shows later."""
+    if size is not None and size > (there_is := host_memory()):
+        yield f"host_kv_memory is {size}; allowed: at most {there_is}, the memory of this host"
 
 
 class Dtype(enum.StrEnum):

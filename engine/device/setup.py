@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.core.errors import ConfigError
 from engine.core.model_store import PreparedModel, ensure_prepared
-from engine.core.node_config import Device, NodeConfig
+from engine.core.node_config import Device, NodeConfig, host_memory
 from engine.core.types import PageLayout, PoolMemory
 from engine.device.kv_pool import KVPool, layout_for, pages_for_budget
 from engine.device.runner import Runner, TransformersRunner
@@ -123,7 +122,7 @@ def _pool(layout: PageLayout, num_pages: int, device: torch.device, report: Call
 
 def _host_pages(layout: PageLayout, budget: int, pools: int, taken: int) -> int:
     """Pages of a host pool of `budget` bytes, one of several, beside the `taken` bytes of page pools on the host."""
-    there_is = (_host_memory() - taken) // pools
+    there_is = (host_memory() - taken) // pools
     if not layout.page_bytes <= budget <= there_is:
         limit = f"{layout.page_bytes}, one page, to {there_is}, the memory of this host"
         raise ConfigError([f"host_kv_memory is {int(budget)} bytes; allowed: {limit}"])
@@ -143,10 +142,6 @@ def _host_pool(
     return pool
 
 
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _pool_refused(num_pages: int, pool_bytes: int, why: str) -> ConfigError:
     pool = f"page pool of {megabytes(pool_bytes)} ({num_pages} pages)"
     return ConfigError([f"kv_memory, num_pages: a {pool} {why}"])
@@ -164,5 +159,5 @@ def _devices(device: Device, ranks: int) -> list[torch.device]:
 
 def _memory(config: NodeConfig, device: torch.device) -> int:
     """Bytes that weights and page pool may take together."""
-    there_is = int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else _host_memory()
+    there_is = int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory()
     return there_is if config.memory_limit is None else min(config.memory_limit, there_is)

@@ -515,9 +515,18 @@ def test_what_is_suggested_repeats_what_a_client_needs(tmp_path: Path) -> None:
     assert f" --tls-ca={authority.ca} --tls-cert={pair.cert} --tls-key={pair.key} " in invitation(plan)
 
 
-def test_mistakes_are_found_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="page-size"):
-        planned({}, page_size="none")
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("page_size", "none", "^--page-size: 'none' is not a whole number$"),
+        ("host_kv_memory", "999TiB", r"^host_kv_memory is 999TiB; allowed: at most \d+, the memory of this host"),
+        ("log_passes", "/", "^log_passes: cannot write /: Is a directory"),
+        ("log_passes", "/nowhere/passes", "^log_passes: cannot write /nowhere/passes: No such file or directory"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(option: str, value: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        planned({}, **{option: value})
 
 
 def test_address_in_use_is_refused() -> None:

@@ -156,9 +156,9 @@ def test_flags_come_from_the_declaration(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_variables_that_are_no_option_are_found_and_the_nearest_one_is_named() -> None:
-    env = {"KVRELAY_PAGESIZE": "8", "KVRELAY_PAGE_SIZE": "16", "KVRELAY_": "", "KVRELAYS": "x", "HOME": "/root"}
+    env = {"KVRELAY_PAGESIZE": "8", "KVRELAY_PAGE_SIZE": "16", "KVRELAY_X": "9", "KVRELAY_Y": "", "HOME": "/root"}
     assert strays(env, ("page_size", "policy")) == {
-        "KVRELAY_": "KVRELAY_: no such option",
+        "KVRELAY_X": "KVRELAY_X: no such option",
         "KVRELAY_PAGESIZE": "KVRELAY_PAGESIZE: no such option, did you mean KVRELAY_PAGE_SIZE?",
     }
 
