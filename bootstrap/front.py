@@ -59,7 +59,10 @@ _OUTPUT = {  # kinds of late messages
 
 
 class FrontDoor:
-    """Requests by id and the nodes that serve them. `changed` is called when a node joins, leaves, serves or drains."""
+    """Requests by client and id, and the nodes that serve them.
+
+    `changed` is called when a node joins, leaves, serves or drains.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class FrontDoor:
         """
         if self.draining:
             raise Unavailable("this front door is shutting down", reason="DRAINING", phase="queued", retry_after=1.0)
-        if ask.request_id in self.requests:
+        if ask.owned_id in self.requests:
             raise AlreadyExists(f"request {ask.request_id!r} is live", request_id=ask.request_id)
         if finish is not None:
             request = LiveRequest(ask, (False, 0, 0), self._clock(), wake, finish=finish)
@@ -120,18 +123,26 @@ class FrontDoor:
         sign = 1 if self._config.low_priority_first else -1
         order = (ask.priority is None, sign * (ask.priority or 0), self._arrivals)
         request = LiveRequest(ask, order, self._clock(), wake)
-        self.requests[ask.request_id] = request
+        self.requests[ask.owned_id] = request
         with self._outcomes.shielded(request):
             self.attempts.start(request)
         self.attempts.advance_queue()
         return request
 
-    def abort(self, request_id: str, client: str | None = None) -> None:
-        """A client asks for the end of a request, by id. None: one that may end all. Raises NotFound."""
-        request = self.requests.get(request_id)
-        if request is None or (client is not None and client != request.ask.client):
+    def abort(self, request_id: str, client: str | None = None, *, of_others: bool = False) -> None:
+        """A client asks for the end of its request, by id. With `of_others`, and if it has none of that id itself, for
+        that of every other client's. Raises NotFound.
+        """
+        own = self.requests.get((client, request_id))
+        found = [own] if own else [one for one in self.of_id(request_id) if of_others]
+        if not found:
             raise NotFound(f"no live request {request_id[:128]!r}", request_id=request_id[:128])
-        self.stop(request, FinishReason.ABORT, "aborted by the client")
+        for request in found:
+            self.stop(request, FinishReason.ABORT, "aborted by the client")
+
+    def of_id(self, request_id: str) -> list[LiveRequest]:
+        """Live requests of that id, of all clients."""
+        return [one for one in self.requests.values() if one.ask.request_id == request_id]
 
     def stop(self, request: LiveRequest, finish: FinishReason, why: str) -> None:
         """End a request early: its client has gone, or has all it wanted. Fine for one that has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bootstrap.registry import Node
@@ -39,10 +40,10 @@ class History:
         """An attempt is about to end. `why`: in a sentence, or "finished"."""
         self._ended.append((attempt.request.ask.request_id, self._record(attempt, why[:OUTCOME_KEPT])))
 
-    def explain(self, request_id: str, live: Attempt | None) -> tuple[AttemptRecord, ...]:
-        """What is known of each attempt at a request, oldest first. `live`: the one that has not ended, if there is."""
+    def explain(self, request_id: str, live: Iterable[Attempt]) -> tuple[AttemptRecord, ...]:
+        """What is known of each attempt at requests of that id, oldest first. `live`: those that have not ended."""
         ended = [record for of, record in self._ended if of == request_id]
-        return (*ended, *([self._record(live, "")] if live else []))
+        return (*ended, *(self._record(attempt, "") for attempt in live))
 
     def _record(self, attempt: Attempt, outcome: str) -> AttemptRecord:
         return AttemptRecord(

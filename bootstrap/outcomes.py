@@ -33,10 +33,10 @@ _SUSPECTS = {
 
 
 class Outcomes:
-    """Live requests by id. None is here that has ended, and each has a live attempt."""
+    """Live requests by client and id. None is here that has ended, and each has a live attempt."""
 
     def __init__(self, config: BootstrapConfig, registry: Registry, attempts: Attempts, metrics: Metrics, clock: Clock):
-        self.requests: dict[str, LiveRequest] = {}
+        self.requests: dict[tuple[str | None, str], LiveRequest] = {}  # by `Ask.owned_id`
         self._config = config
         self._registry = registry
         self._attempts = attempts
@@ -133,8 +133,8 @@ class Outcomes:
             self._end_outgrown()
 
     def check_integrity(self) -> None:
-        for request_id, request in self.requests.items():
-            assert request.ask.request_id == request_id
+        for owned_id, request in self.requests.items():
+            assert request.ask.owned_id == owned_id
             assert not request.ended
             assert request.attempt is not None
             assert not request.attempt.state.ended
@@ -203,7 +203,7 @@ class Outcomes:
         self, request: LiveRequest, finish: FinishReason | None = None, error: KVRelayError | None = None
     ) -> None:
         """The end of a request whose last attempt is closed."""
-        del self.requests[request.ask.request_id]
+        del self.requests[request.ask.owned_id]
         request.finish, request.error = finish, error
         request.timing.total = self._clock() - request.arrived
         request.wake()

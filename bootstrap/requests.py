@@ -34,6 +34,11 @@ class Ask:
     client: str | None = None  # name of the API key it came with; None where none is needed
 
     @property
+    def owned_id(self) -> tuple[str | None, str]:
+        """By which it is found while it lives: two clients may choose the same id, and know nothing of each other."""
+        return self.client, self.request_id
+
+    @property
     def size(self) -> Size:
         """Of the first attempt at it."""
         return Size(

@@ -78,8 +78,8 @@ class AdminServicer(pb_grpc.AdminServicer):
         answers = await self._ask(lambda inspection_id: Explain(inspection_id, request_id))
         told = {node: one.rooms for node, one in answers.items() if isinstance(one, Explanation) and one.rooms}
         silent = [node.node_id for node, one in answers.items() if one is None]
-        live = self._front.requests.get(request_id)
-        attempts = self._front.attempts.history.explain(request_id, live.attempt if live else None)
+        live = [one.attempt for one in self._front.of_id(request_id) if one.attempt]
+        attempts = self._front.attempts.history.explain(request_id, live)
         if not told and not attempts:
             unasked = f"; {', '.join(silent)} did not answer within {ANSWER_TIMEOUT_S:g} s" if silent else ""
             raise NotFound(f"no node knows of a request {request_id[:128]!r}{unasked}", request_id=request_id[:128])

@@ -78,7 +78,8 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         key = self._guard.key(context)
-        self._front.abort(request.request_id, None if key is None or key.admin else key.name)
+        name, admin = (key.name, key.admin) if key else (None, False)
+        self._front.abort(request.request_id, name, of_others=admin)
         return pb.AbortResponse()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:

@@ -336,7 +336,7 @@ class House:
         assert self.cluster.front.registry.nodes() == self._good, "a good node lost its session"
 
         def ours() -> list[str]:
-            return [one for one in self.cluster.front.requests if not one.startswith("good-")]
+            return [name for _, name in self.cluster.front.requests if not name.startswith("good-")]
 
         await assert_soon(lambda: not ours(), "hostile requests have ended")
         self.cluster.front.check_integrity()

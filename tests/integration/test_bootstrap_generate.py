@@ -182,7 +182,7 @@ async def test_abort_while_queued_still_says_what_was_started(cluster: FrontClus
     full = NodeStats(pages_total=100, pages_held=100, running=1, serving=True)
     await cluster.join(Role.DECODE, stats=full)
     reply = cluster.generate(request_id="mine")
-    await assert_soon(lambda: "mine" in cluster.front.requests, "the request is live")
+    await assert_soon(lambda: (None, "mine") in cluster.front.requests, "the request is live")
     await cluster.generation.Abort(AbortRequest(request_id="mine"))
     await reply.to_end()
     assert reply.started is not None

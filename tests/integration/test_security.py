@@ -413,6 +413,22 @@ async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(
     assert [(one["request_id"], one["client"]) for one in ended] == [("first", "user"), ("second", "user")]
 
 
+async def test_an_id_that_another_key_uses_is_free(tmp_path: Path) -> None:
+    async with front_cluster(tmp_path, access=BootstrapAccess(api_keys=KEYS)) as cluster:
+        prefill, decode = await cluster.pair()
+        asked = generation_pb2.GenerateRequest(request_id="same", text="hello")
+        replies = []
+        for key in (USER, ADMIN):
+            replies.append(Reply(cluster.generation.Generate(asked, timeout=10, metadata=bearer(key))))
+            await cluster.bound(prefill, decode)
+        assert len(cluster.front.of_id("same")) == 2
+        again = Reply(cluster.generation.Generate(asked, timeout=10, metadata=bearer(USER)))
+        assert (await again.error()).code == "ALREADY_EXISTS"
+        for key, reply in zip((USER, ADMIN), replies, strict=True):
+            await cluster.generation.Abort(generation_pb2.AbortRequest(request_id="same"), metadata=bearer(key))
+            await reply.to_end()
+
+
 # ---- limits ----
 
 

@@ -439,18 +439,18 @@ def test_why_an_attempt_ended_and_where_is_remembered(house: House) -> None:
     house.output(prefill, token(key, 0))
     house.clock.advance(2.0)
     house.front.leave(decode, "its session ended")
-    first, second = house.front.attempts.history.explain("mine", request.attempt)
+    first, second = house.front.attempts.history.explain("mine", [attempt for attempt in (request.attempt,) if attempt])
     assert (first.key, first.seconds, first.phase) == (key, 2.0, "transferring")
     assert (first.prefill_node, first.decode_node) == (prefill.node_id, decode.node_id)
     assert first.outcome == f"decode node {decode.node_id} was lost while transferring: its session ended"
     assert (second.key, second.first_index, second.outcome) == (key_of(request), 1, "")
     finish(house, request)
-    assert [one.outcome for one in house.front.attempts.history.explain("mine", None)][1:] == ["finished"]
+    assert [one.outcome for one in house.front.attempts.history.explain("mine", [])][1:] == ["finished"]
 
 
 def test_of_attempts_that_ended_the_last_ones_are_remembered(house: House) -> None:
     for number in range(ENDED_KEPT + 1):
         house.front.stop(house.submit(ask(f"r{number}")), FinishReason.ABORT, "the client has gone")
     history = house.front.attempts.history
-    assert [len(history.explain(f"r{number}", None)) for number in (0, 1, ENDED_KEPT)] == [0, 1, 1]
-    assert history.explain("r1", None)[0].outcome == "the client has gone"
+    assert [len(history.explain(f"r{number}", [])) for number in (0, 1, ENDED_KEPT)] == [0, 1, 1]
+    assert history.explain("r1", [])[0].outcome == "the client has gone"

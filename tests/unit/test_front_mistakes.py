@@ -173,7 +173,7 @@ def test_what_raises_ends_one_request(happens: Callable[[Scene], None], caplog: 
     assert (record.incident, record.request_id) == (incident, "bad")  # type: ignore[attr-defined]
     assert record.exc_info is not None
     assert record.exc_info[0] is Boom
-    assert set(scene.house.front.requests) <= {"good"}
+    assert set(scene.house.front.requests) <= {(None, "good")}
     if not scene.good.ended:
         scene.finish_good()
     assert scene.good.finish is FinishReason.LENGTH
@@ -194,7 +194,7 @@ def test_an_arrival_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     new = scene.house.submit(ask("new"))
     assert new.error is not None
     assert new.error.code == "INTERNAL"
-    assert "new" not in scene.house.front.requests
+    assert (None, "new") not in scene.house.front.requests
     scene.finish_good()
 
 

@@ -303,6 +303,16 @@ def test_only_who_asked_may_abort(house: House, prefill: Node, decode: Node) -> 
     assert request.finish is FinishReason.ABORT
 
 
+def test_an_id_is_its_clients_own(house: House, prefill: Node, decode: Node) -> None:
+    of_ann, of_bob = (house.submit(replace(ask(), client=name)) for name in ("ann", "bob"))
+    with pytest.raises(AlreadyExists):
+        house.submit(replace(ask(), client="ann"))
+    house.front.abort("r1", "bob", of_others=True)
+    assert (of_bob.finish, of_ann.ended) == (FinishReason.ABORT, False), "its own, though it may end all"
+    house.front.abort("r1", "bob", of_others=True)
+    assert of_ann.finish is FinishReason.ABORT
+
+
 def test_the_clients_deadline_ends_it_everywhere(house: House, prefill: Node, decode: Node) -> None:
     request = house.submit(ask(deadline=house.clock() + 2.0))
     house.grant(decode)
