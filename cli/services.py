@@ -51,6 +51,7 @@ log = logging.getLogger("kvrelay")
 _FILE_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 
 C = TypeVar("C")
+N = TypeVar("N", PrefillConfig, DecodeConfig, UnifiedConfig)
 
 
 def bootstrap(parser: argparse.ArgumentParser) -> None:
@@ -67,41 +68,50 @@ def bootstrap(parser: argparse.ArgumentParser) -> None:
 def prefill(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay prefill`."""
 
-    def run(config: PrefillConfig) -> int:
-        node = _announced(Role.PREFILL, config.node)
-        from prefill_service.server import main  # torch: only now that the configuration is known to be right
+    def run(config: PrefillConfig, node: NodeConfig) -> int:
+        from prefill_service.server import main
 
         return main(dataclasses.replace(config, node=node))
 
-    _service(parser, PrefillConfig, run)
+    _node(parser, Role.PREFILL, PrefillConfig, run)
 
 
 def decode(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay decode`."""
 
-    def run(config: DecodeConfig) -> int:
-        node = _announced(Role.DECODE, config.node)
+    def run(config: DecodeConfig, node: NodeConfig) -> int:
         from decode_service.server import main
 
         return main(dataclasses.replace(config, node=node))
 
-    _service(parser, DecodeConfig, run)
+    _node(parser, Role.DECODE, DecodeConfig, run)
 
 
 def unified(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay unified`."""
 
-    def run(config: UnifiedConfig) -> int:
-        node = _announced(Role.UNIFIED, config.node)
+    def run(config: UnifiedConfig, node: NodeConfig) -> int:
         from unified_service.server import main
 
         return main(dataclasses.replace(config, node=node))
 
-    _service(parser, UnifiedConfig, run)
+    _node(parser, Role.UNIFIED, UnifiedConfig, run)
+
+
+def _node(parser: argparse.ArgumentParser, role: Role, cls: type[N], run: Callable[[N, NodeConfig], int]) -> None:
+    """`run` imports torch, which takes seconds: it comes when it is known that nothing speaks against the node."""
+
+    def announce_and_run(config: N) -> int:
+        from rpc.precheck import may_attach
+
+        node = _announced(role, config.node)
+        return run(config, node) if may_attach(role, node) else 1
+
+    _service(parser, cls, announce_and_run)
 
 
 def _announced(role: Role, config: NodeConfig) -> NodeConfig:
-    """`config` with the node's name settled, after a log line: what comes next, importing torch, takes seconds."""
+    """`config` with the node's name settled, after a log line: what comes next takes seconds."""
     named = dataclasses.replace(config, node_id=config.name(role))
     setup_logging(named.logs, role=role, node=named.node_id)
     log.info("starting", extra={"bootstrap": ",".join(named.bootstrap)})

@@ -27,7 +27,7 @@ from rpc.errors import from_rpc_error
 from rpc.security import CHANNEL_OPTIONS, JOIN_TOKEN_METADATA, JOIN_TOKEN_REASONS, open_channel_aio
 from rpc.wire import command_from_wire, registration_to_wire, report_to_wire, step_output_to_wire
 
-__all__ = ["NODE_METADATA", "Session", "is_refusal"]
+__all__ = ["NODE_METADATA", "Session", "is_refusal", "join_token"]
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 log = logging.getLogger("kvrelay.session")
@@ -42,6 +42,11 @@ REPLACED = "NODE_REPLACED"  # reason of the refusal that ends a node whose id a 
 def is_refusal(error: BaseException) -> bool:
     """Whether a bootstrap said that it will not have this node: it does not fit, or lacks the cluster's join token."""
     return isinstance(error, Refused) or (isinstance(error, Unauthenticated) and error.reason in JOIN_TOKEN_REASONS)
+
+
+def join_token(access: NodeAccess) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call to a bootstrap."""
+    return () if access.join_token is None else ((JOIN_TOKEN_METADATA, access.join_token),)
 
 
 class Connection:
@@ -108,7 +113,7 @@ class Session:
         self._engine = engine
         self._on_drain = on_drain
         self._tls = access.tls
-        self._token = () if access.join_token is None else ((JOIN_TOKEN_METADATA, access.join_token),)
+        self._token = join_token(access)
         self._welcomes: Counter[str] = Counter()  # times each bootstrap has taken this node in
         self.connections: set[Connection] = set()
 

@@ -89,6 +89,10 @@ class NodesServicer(pb_grpc.BootstrapServicer):
         finally:
             reader.cancel()
 
+    async def MayAttach(self, request: pb.Register, context: Context) -> pb.MayAttachResponse:
+        self._front.registry.check(_read(request))
+        return pb.MayAttachResponse()
+
     async def Publish(self, steps: AsyncIterator[pb.StepOutput], context: Context) -> pb.PublishEnd:
         node = self._attached(context)
         async for message in steps:
@@ -132,18 +136,23 @@ class NodesServicer(pb_grpc.BootstrapServicer):
 
 
 async def _registration(reports: AsyncIterator[pb.NodeReport]) -> Registration:
-    """What every session begins with. Raises InvalidRequest, or Refused for values that no other try would change."""
+    """What every session begins with. Raises InvalidRequest, or Refused."""
     with contextlib.suppress(StopAsyncIteration, TimeoutError):
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             message = await anext(reports)
         if message.HasField("register"):
-            try:
-                return registration_from_wire(message.register)
-            except InvalidField as error:
-                refused = Refused(str(error))
-                refused.metadata = error.metadata
-                raise refused from error
+            return _read(message.register)
     raise InvalidRequest("a session begins with `register`", reason="NOT_REGISTERED")
+
+
+def _read(message: pb.Register) -> Registration:
+    """Raises Refused for values that no other try would change."""
+    try:
+        return registration_from_wire(message)
+    except InvalidField as error:
+        refused = Refused(str(error))
+        refused.metadata = error.metadata
+        raise refused from error
 
 
 def _rooms(message: Message) -> Iterator[RoomKey]:

@@ -28,6 +28,7 @@ from engine.core.messages import (
     NodeStats,
     PeerJoined,
     PeerLeft,
+    Registration,
     RoomFailed,
     Submit,
 )
@@ -44,6 +45,7 @@ from rpc.wire import registration_to_wire
 from tests.helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
 from tests.helpers.front_door import FINGERPRINT, SERVING, registration
 from tests.helpers.stub_node import StubNode
+from tests.helpers.without_torch import decode_without_torch
 
 
 @pytest.fixture
@@ -58,7 +60,14 @@ async def refusal(cluster: FrontCluster, **fields: Any) -> dict[str, str]:
         await node.attach()
     error = from_rpc_error(await node.ended())
     assert error.code == "FAILED_PRECONDITION"
+    with pytest.raises(grpc.RpcError) as asked:
+        await may_attach(cluster, node.registration)
+    assert from_rpc_error(asked.value).metadata == error.metadata, "who asks beforehand is told the same"
     return error.metadata
+
+
+def may_attach(cluster: FrontCluster, wanted: Registration) -> Any:
+    return bootstrap_pb2_grpc.BootstrapStub(cluster.channel).MayAttach(registration_to_wire(wanted))
 
 
 # ---- joining and leaving ----
@@ -76,6 +85,22 @@ async def test_a_node_that_does_not_fit_is_told_which_field(cluster: FrontCluste
     assert (await refusal(cluster, model="gpt-none"))["field"] == "model"
     assert (await refusal(cluster, protocol_version=99))["field"] == "protocol_version"
     assert [node.node_id for node in cluster.front.registry.nodes()] == ["prefill"]
+
+
+async def test_nothing_comes_of_asking_beforehand(cluster: FrontCluster) -> None:
+    prefill, _ = await cluster.pair()
+    for node_id in ("another", "prefill"):
+        await may_attach(cluster, registration(Role.PREFILL, node_id, incarnation="2"))
+    assert {node.node_id for node in cluster.front.registry.nodes()} == {"prefill", "decode"}
+    await prefill.beat()
+
+
+async def test_a_node_that_does_not_fit_ends_before_it_loads_anything(cluster: FrontCluster, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{cluster.server.port}"
+    done = await asyncio.to_thread(decode_without_torch, tmp_path, "--bootstrap", f"127.0.0.1:1,{address}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("error=\"model is 'tiny-llama'; in this cluster: tiny\"")
+    assert "CRITICAL kvrelay.node: refused by the bootstrap" in done.stderr
 
 
 async def test_what_no_other_try_would_change_is_refused(cluster: FrontCluster) -> None:

@@ -32,7 +32,7 @@ from engine.core.errors import (
 from engine.core.messages import LinkUp
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
-from kvrelay.v1 import admin_pb2, generation_pb2
+from kvrelay.v1 import admin_pb2, bootstrap_pb2, generation_pb2
 from kvrelay.v1.bootstrap_pb2_grpc import BootstrapStub
 from kvrelay.v1.generation_pb2_grpc import GenerationStub
 from rpc.errors import from_rpc_error
@@ -246,8 +246,11 @@ async def test_a_node_that_was_attached_goes_on_trying() -> None:
 
 async def test_publish_needs_the_token_too_and_is_shown_it(tmp_path: Path) -> None:
     async with front_cluster(tmp_path, access=GUARDED) as cluster:
-        error = await failure(BootstrapStub(cluster.channel).Publish(metadata=(("kvrelay-node", "x:1"),)))
-        assert error.reason == "NO_JOIN_TOKEN"
+        for call in (
+            BootstrapStub(cluster.channel).Publish(metadata=(("kvrelay-node", "x:1"),)),
+            BootstrapStub(cluster.channel).MayAttach(bootstrap_pb2.Register()),
+        ):
+            assert (await failure(call)).reason == "NO_JOIN_TOKEN"
     shown: list[Any] = []
 
     async def look(context: Any) -> None:

@@ -26,6 +26,7 @@ from engine.core.errors import InvalidField, NotFound, Overloaded
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, types_pb2
 from kvrelay.v1 import generation_pb2 as pb
 from rpc.server import RpcServer
+from tests.helpers.without_torch import decode_without_torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -758,15 +759,13 @@ def test_reader_that_leaves_early(front: Front) -> None:
 
 
 def test_node_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    command = [sys.executable, "-P", "-m", "cli.main", "decode", "--bootstrap", "a:1, b:2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
-    first, second = done.stderr.splitlines()
+    done = decode_without_torch(tmp_path, "--bootstrap", "127.0.0.1:1, 127.0.0.1:2")
+    first, *dialled, last = done.stderr.splitlines()
     assert " starting role=decode node=" in first
-    assert first.endswith(" bootstrap=a:1,b:2")
-    assert second == "torch is imported"
+    assert first.endswith(" bootstrap=127.0.0.1:1,127.0.0.1:2")
+    assert len(dialled) == 2
+    assert all(" no bootstrap yet " in line for line in dialled)
+    assert last == "torch is imported"
 
 
 def test_help_imports_nothing_heavy() -> None:

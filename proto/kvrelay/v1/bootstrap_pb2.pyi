@@ -61,6 +61,10 @@ class NodeReport(_message.Message):
     explanation: Explanation
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.NodeStats, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., room_failed: _Optional[_Union[RoomFailed, _Mapping]] = ..., room_quiesced: _Optional[_Union[Room, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., inspection: _Optional[_Union[Inspection, _Mapping]] = ..., drained: _Optional[bool] = ..., room_fenced: _Optional[_Union[RoomFenced, _Mapping]] = ..., explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
+class MayAttachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Register(_message.Message):
     __slots__ = ("identity", "role", "protocol_version", "model", "layout", "memory", "agent_metadata", "max_context", "reserved_decode_tokens", "max_running", "host_pages")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]

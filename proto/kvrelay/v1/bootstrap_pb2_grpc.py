@@ -44,6 +44,11 @@ class BootstrapStub:
                 request_serializer=kvrelay_dot_v1_dot_bootstrap__pb2.StepOutput.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_bootstrap__pb2.PublishEnd.FromString,
                 _registered_method=True)
+        self.MayAttach = channel.unary_unary(
+                '/kvrelay.v1.Bootstrap/MayAttach',
+                request_serializer=kvrelay_dot_v1_dot_bootstrap__pb2.Register.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_bootstrap__pb2.MayAttachResponse.FromString,
+                _registered_method=True)
 
 
 class BootstrapServicer:
@@ -64,6 +69,14 @@ class BootstrapServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MayAttach(self, request, context):
+        """What a node asks before it loads a model: whether Attach would take it in, or how it would end. Looks at identity,
+        role, protocol version, model, layout and page bytes; nothing comes of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BootstrapServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_BootstrapServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=kvrelay_dot_v1_dot_bootstrap__pb2.StepOutput.FromString,
                     response_serializer=kvrelay_dot_v1_dot_bootstrap__pb2.PublishEnd.SerializeToString,
+            ),
+            'MayAttach': grpc.unary_unary_rpc_method_handler(
+                    servicer.MayAttach,
+                    request_deserializer=kvrelay_dot_v1_dot_bootstrap__pb2.Register.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_bootstrap__pb2.MayAttachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class Bootstrap:
             '/kvrelay.v1.Bootstrap/Publish',
             kvrelay_dot_v1_dot_bootstrap__pb2.StepOutput.SerializeToString,
             kvrelay_dot_v1_dot_bootstrap__pb2.PublishEnd.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MayAttach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Bootstrap/MayAttach',
+            kvrelay_dot_v1_dot_bootstrap__pb2.Register.SerializeToString,
+            kvrelay_dot_v1_dot_bootstrap__pb2.MayAttachResponse.FromString,
             options,
             channel_credentials,
             insecure,
