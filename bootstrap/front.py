@@ -7,8 +7,8 @@ live request that `submit` returned. When a request is tried again, and when it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from bootstrap.attempts import Attempts
 from bootstrap.config import BootstrapConfig
@@ -47,6 +47,8 @@ from engine.core.types import RoomKey, TokenOutput
 __all__ = ["FrontDoor"]
 
 log = logging.getLogger("kvrelay.bootstrap")
+
+DEADLINE_SLACK_S = 0.1  # a call ends by its deadline at the client first, and so does its part here
 
 RoomReport = Grant | RoomFailed | RoomQuiesced | RoomFenced
 Output = AdmitReport | PrefillReport | RelayReport | DecodeReport | TokenOutput
@@ -129,6 +131,15 @@ class FrontDoor:
         self.attempts.advance_queue()
         return request
 
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """For all that comes before a request is taken in."""
+        try:
+            yield
+        except KVRelayError as error:
+            self._metrics.count(FrontDoorMetric.REFUSED, 1, error.reason)
+            raise
+
     def abort(self, request_id: str, client: str | None = None, *, of_others: bool = False) -> None:
         """A client asks for the end of its request, by id. With `of_others`, and if it has none of that id itself, for
         that of every other client's. Raises NotFound.
@@ -148,6 +159,16 @@ class FrontDoor:
         """End a request early: its client has gone, or has all it wanted. Fine for one that has ended."""
         if not request.ended:
             self._outcomes.end(request, HandoffEvent.CANCELLED, why, finish=finish)
+
+    def client_gone(self, request: LiveRequest) -> None:
+        """Its call has ended: the client left, or its deadline passed. Fine for a request that has ended, too."""
+        deadline = request.ask.deadline
+        if request.ended:
+            return
+        if deadline is not None and self._clock() >= deadline - DEADLINE_SLACK_S:
+            self._outcomes.deadline_passed(request)
+        else:
+            self.stop(request, FinishReason.ABORT, "the client has gone")
 
     def fail_all(self, error: Callable[[], KVRelayError]) -> None:
         """End every live request with an error."""

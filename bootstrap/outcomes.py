@@ -70,6 +70,10 @@ class Outcomes:
     def fail(self, request: LiveRequest, error: KVRelayError) -> None:
         self.end(request, HandoffEvent.FAILED, str(error), error=error)
 
+    def deadline_passed(self, request: LiveRequest) -> None:
+        """The client's own."""
+        self.fail(request, too_slow("the client's deadline passed", request.state, "CLIENT_DEADLINE"))
+
     @contextmanager
     def shielded(self, request: LiveRequest) -> Iterator[None]:
         """For what is done for one request: what raises in here ends this one, and is raised no further."""
@@ -144,7 +148,7 @@ class Outcomes:
         assert attempt is not None
         state = attempt.state
         if request.ask.deadline is not None and now >= request.ask.deadline:
-            self.fail(request, too_slow("the client's deadline passed", state, "CLIENT_DEADLINE"))
+            self.deadline_passed(request)
         elif now - attempt.since >= self._limits[state]:
             self._timed_out(attempt)
         elif state is HandoffState.QUEUED:

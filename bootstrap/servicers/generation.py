@@ -59,16 +59,18 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         key = self._guard.key(context)
-        end = self._limits.begin(caller_name(key, context))
+        with self._front.counting_refusals():
+            end = self._limits.begin(caller_name(key, context))
         context.add_done_callback(lambda _: end())  # type: ignore[arg-type]  # as below
         try:
-            ask, options = await self._read(request, context.time_remaining(), key.name if key else None)
-            answer = Answer(self._text, options, ask.token_ids)
-            finish = await self._prompts.resume(answer, ask.resumed, ask.stopping)
-            news = asyncio.Event()
-            live = self._front.submit(ask, news.set, finish)
+            with self._front.counting_refusals():
+                ask, options = await self._read(request, context.time_remaining(), key.name if key else None)
+                answer = Answer(self._text, options, ask.token_ids)
+                finish = await self._prompts.resume(answer, ask.resumed, ask.stopping)
+                news = asyncio.Event()
+                live = self._front.submit(ask, news.set, finish)
             # Runs however the call ends: answered, cancelled, past its deadline, or with its connection.
-            context.add_done_callback(lambda _: self._front.stop(live, FinishReason.ABORT, "the client has gone"))  # type: ignore[arg-type]
+            context.add_done_callback(lambda _: self._front.client_gone(live))  # type: ignore[arg-type]
             async for response in self._answer(live, answer, news):
                 if response.HasField("finished"):
                     end()

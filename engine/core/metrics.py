@@ -67,6 +67,7 @@ class FrontDoorMetric(Metric):
         "Requests ended, by reason or status",
         ("outcome",),
     )
+    REFUSED = ("kvrelay_requests_refused_total", "counter", "Requests turned away at arrival, by reason", ("reason",))
     QUEUED = ("kvrelay_queued_requests", "gauge", "Requests waiting for a decode node, or on a unified node")
     LIVE = ("kvrelay_live_requests", "gauge", "Requests arrived and not ended")
     SET_ASIDE = ("kvrelay_pairs_set_aside", "gauge", "Pairs of a prefill and a decode node not used: transfers failed")

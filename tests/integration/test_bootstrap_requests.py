@@ -27,7 +27,7 @@ from kvrelay.v1.generation_pb2 import (
 from kvrelay.v1.generation_pb2_grpc import GenerationStub
 from rpc.errors import from_rpc_error
 from tests.helpers.cluster import free_port
-from tests.helpers.front_cluster import FrontCluster, Reply, front_cluster, text_tokens
+from tests.helpers.front_cluster import FrontCluster, Reply, assert_soon, front_cluster, text_tokens
 from tests.helpers.front_door import SERVING, registration
 from tests.helpers.stub_node import StubNode
 from tests.helpers.tiny_tokenizer import EOS, prepared_model, write_model
@@ -150,6 +150,7 @@ async def test_a_full_queue_says_when_to_come_back(cluster: FrontCluster) -> Non
     error = await cluster.generate().error()
     assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     assert error.retry_after is not None
+    assert 'kvrelay_requests_refused_total{reason="QUEUE_FULL"} 1.0' in cluster.server.metrics.expose()
     for reply in replies:
         reply.call.cancel()
 
@@ -161,6 +162,12 @@ async def test_an_oversized_message(cluster: FrontCluster) -> None:
 
 async def test_a_deadline_already_past(cluster: FrontCluster) -> None:
     assert (await cluster.generate(timeout=0).error()).code == "DEADLINE_EXCEEDED"
+
+
+async def test_a_deadline_that_passes_is_counted_as_one(cluster: FrontCluster) -> None:
+    assert (await cluster.generate(timeout=0.2).error()).code == "DEADLINE_EXCEEDED"
+    ended = 'kvrelay_requests_finished_total{outcome="deadline_exceeded"} 1.0'
+    await assert_soon(lambda: ended in cluster.server.metrics.expose(), "it is counted")
 
 
 async def test_text_that_is_no_utf8(cluster: FrontCluster) -> None:

@@ -303,6 +303,18 @@ def test_only_who_asked_may_abort(house: House, prefill: Node, decode: Node) -> 
     assert request.finish is FinishReason.ABORT
 
 
+@pytest.mark.parametrize(("after", "passed"), [(1.0, False), (1.95, True), (2.5, True)])
+def test_a_call_that_ends_by_its_deadline_is_not_one_whose_client_left(
+    house: House, prefill: Node, decode: Node, after: float, passed: bool
+) -> None:
+    request = house.submit(ask(deadline=house.clock() + 2.0))
+    house.clock.advance(after)
+    house.front.client_gone(request)
+    house.front.client_gone(request)
+    assert request.finish is (None if passed else FinishReason.ABORT)
+    assert (request.error is not None and request.error.reason == "CLIENT_DEADLINE") == passed
+
+
 def test_an_id_is_its_clients_own(house: House, prefill: Node, decode: Node) -> None:
     of_ann, of_bob = (house.submit(replace(ask(), client=name)) for name in ("ann", "bob"))
     with pytest.raises(AlreadyExists):
