@@ -231,7 +231,8 @@ async def test_a_node_that_names_more_cached_pages_than_it_has_is_gone(cluster: 
     assert error.code == "INVALID_ARGUMENT"
     assert (error.metadata["field"], error.metadata["value"]) == ("cache_delta.added", "101")
     assert error.metadata["limit"] == "at most 100 with those added before, one a page"
-    assert [one.node_id for one in cluster.front.registry.nodes()] == [decode.registration.identity.node_id]
+    left = [decode.registration.identity.node_id]
+    await assert_soon(lambda: [one.node_id for one in cluster.front.registry.nodes()] == left, "it has left")
     again = await cluster.join(Role.PREFILL)
     await again.report(CacheDelta(page_keys(range(400), 4), (), reset=True))
     await again.expect(Submit)
