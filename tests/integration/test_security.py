@@ -363,8 +363,8 @@ async def test_a_flood_of_callers_without_credentials_is_turned_away_and_leaves_
             private = [("grpc.use_local_subchannel_pool", 1)]
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, private))
             generate = generation_pb2.GenerateRequest(text="x" * 1000)
-            flood += [BootstrapStub(channel).Attach() for _ in range(300)]
-            flood += [GenerationStub(channel).Generate(generate) for _ in range(300)]
+            flood += [BootstrapStub(channel).Attach() for _ in range(500)]
+            flood += [GenerationStub(channel).Generate(generate) for _ in range(500)]
         assert (await get_model(guarded, bearer(USER))).name == "tiny"
         assert not (await list_nodes(guarded, bearer(ADMIN))).nodes
         async with asyncio.timeout(20):
