@@ -47,6 +47,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     with cluster(
         tmp_path_factory.mktemp("cluster"),
         model,
+        cold=True,
         node_flags=("--page-size", str(PAGE_SIZE), "--num-pages", str(PAGES)),
         prefill_flags=("--chunk-size", "128"),
         decode_flags=("--reserved-decode-tokens", str(RESERVED)),

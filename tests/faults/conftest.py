@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cells import long_and_short, ready
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster
 from tests.faults.load import Ask, Load
 from tests.helpers.models import tiny_model
-
-
-@pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with closing(Forge(tmp_path_factory.mktemp("forge"))) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

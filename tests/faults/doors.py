@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvrelay.v1.admin_pb2 import LiveRequest
-from tests.faults.forge import Forge
-from tests.faults.harness import FAST_LEASE, FaultyCluster
+from tests.faults.harness import FaultyCluster
 from tests.faults.proxy import Proxy
 from tests.helpers.cluster import assert_eventually
 
-__all__ = ["PHASES", "Doors", "doors", "hold", "reach"]
+__all__ = ["PHASES", "Doors", "hold", "reach"]
 
 # Of each phase: the nodes that can keep a request in it, the point at which they do, and hits that pass before that.
 PHASES = {
@@ -54,28 +51,28 @@ def reach(door: FaultyCluster, phase: str, nodes: FaultyCluster | None = None) -
 class Doors:
     """`first` owns the processes of all nodes, `second` only its bootstrap's."""
 
-    def __init__(self, directory: Path, model: Path, forge: Forge, bootstrap_flags: Sequence[str] = FAST_LEASE):
-        for name in ("first", "second"):
-            (directory / name).mkdir(parents=True)
-        self.first = FaultyCluster(directory / "first", str(model), forge=forge)
-        self.second = FaultyCluster(directory / "second", str(model), forge=forge)
+    def __init__(self, directory: Path, model: Path):
+        self.first = FaultyCluster(directory / "first", str(model))
+        self.second = FaultyCluster(directory / "second", str(model))
         self.both = (self.first, self.second)
         self.links: dict[tuple[str, int], Proxy] = {}
-        for door in self.both:
-            door.start("bootstrap", "bootstrap", *bootstrap_flags)
 
-    def start_node(self, role: str, name: str, *flags: str) -> None:
-        """Start a node; after that, `first` can restart it."""
-        links = [self.links.setdefault((name, door.port), Proxy(door.address)) for door in self.both]
-        self.first.start(role, name, *flags, "--bootstrap", ",".join(link.address for link in links))
+    def start(self, role: str, name: str, *flags: str) -> None:
+        """Start both bootstraps, or a node of both; after that, `first` can restart the node."""
+        if role == "bootstrap":
+            for door in self.both:
+                door.start(role, name, *flags)
+        else:
+            links = [self.links.setdefault((name, door.port), Proxy(door.address)) for door in self.both]
+            self.first.start(role, name, *flags, "--bootstrap", ",".join(link.address for link in links))
 
     def link(self, name: str, door: FaultyCluster) -> Proxy:
         """Between a node and a bootstrap."""
         return self.links[name, door.port]
 
-    def wait_serving(self, prefill: int, decode: int) -> None:
+    def wait_serving(self, prefill: int, decode: int, unified: int = 0) -> None:
         for door in self.both:
-            door.wait_serving(prefill, decode)
+            door.wait_serving(prefill, decode, unified)
 
     def check_after(self) -> None:
         for door in self.both:
@@ -87,27 +84,3 @@ class Doors:
             door.close()
         for link in self.links.values():
             link.close()
-
-
-@contextmanager
-def doors(
-    directory: Path,
-    model: Path,
-    forge: Forge,
-    *,
-    prefill: int = 2,
-    decode: int = 2,
-    node_flags: Sequence[str] = (),
-    prefill_flags: Sequence[str] = (),
-    bootstrap_flags: Sequence[str] = FAST_LEASE,
-) -> Iterator[Doors]:
-    """Both bootstraps, serving; stopped at the end whatever happens."""
-    made = Doors(directory, model, forge, bootstrap_flags)
-    try:
-        for role, count, flags in (("prefill", prefill, prefill_flags), ("decode", decode, ())):
-            for i in range(count):
-                made.start_node(role, f"{role}-{i}", *node_flags, *flags)
-        made.wait_serving(prefill, decode)
-        yield made
-    finally:
-        made.close()

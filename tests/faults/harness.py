@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.forge import POINTS_VARIABLE, Forge
-from tests.helpers.cluster import Cluster, Popen, Process, assert_eventually
+from tests.helpers.cluster import Cluster, Process, assert_eventually, serving
+from tests.helpers.forge import POINTS_VARIABLE
 
 __all__ = ["FAST_LEASE", "FaultyCluster", "faulty_cluster"]
 
@@ -25,17 +24,14 @@ TRACEBACK = re.compile(r"^Traceback .*\n(?:[ \t].*\n)*(.*)$", re.MULTILINE)  # a
 
 @dataclass
 class FaultyCluster(Cluster):
-    """Started through a forge. A second one with the same forge is a second bootstrap, with its nodes."""
+    """Its processes have the points of `tests.faults.points`."""
 
-    forge: Forge = field(kw_only=True)
-    environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # of its nodes, besides the usual
     sound: bool = field(default=True, kw_only=True)  # the last `check_after` found nothing; for tests that share it
     _flags: dict[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
     _read: dict[str, int] = field(default_factory=dict)  # bytes of the logs that have been checked
 
-    def launch(self, name: str, argv: Sequence[str], log: Path) -> Popen:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self.environment
-        return self.forge.spawn(argv, environment | {POINTS_VARIABLE: self._points(name)}, log)
+    def environment_of(self, name: str) -> dict[str, str]:
+        return super().environment_of(name) | {POINTS_VARIABLE: self._points(name)}
 
     def start(self, role: str, name: str, *flags: str) -> Process:
         self._flags[name] = role, flags
@@ -139,35 +135,16 @@ class FaultyCluster(Cluster):
         assert not wrong, f"log of {name}: {wrong}\n{text[-4000:]}"
 
 
-@contextmanager
 def faulty_cluster(
     directory: Path,
     model: Path,
-    forge: Forge,
     *,
     prefill: int = 2,
     decode: int = 2,
-    unified: int = 0,
-    node_flags: Sequence[str] = (),
-    prefill_flags: Sequence[str] = (),
-    decode_flags: Sequence[str] = (),
     bootstrap_flags: Sequence[str] = FAST_LEASE,
     environment: dict[str, str] | None = None,
-) -> Iterator[FaultyCluster]:
-    """A serving cluster, of unified nodes alone if there are any; stopped at the end whatever happens."""
-    if unified:
-        prefill = decode = 0
-    directory.mkdir(parents=True, exist_ok=True)
-    made = FaultyCluster(directory, str(model), forge=forge, environment=environment or {})
-    try:
-        made.start("bootstrap", "bootstrap", *bootstrap_flags)
-        for i in range(prefill):
-            made.start("prefill", f"prefill-{i}", *node_flags, *prefill_flags)
-        for i in range(decode):
-            made.start("decode", f"decode-{i}", *node_flags, *decode_flags)
-        for i in range(unified):
-            made.start("unified", f"unified-{i}", *node_flags)
-        made.wait_serving(prefill, decode, unified)
-        yield made
-    finally:
-        made.close()
+    **flags: Any,
+) -> AbstractContextManager[FaultyCluster]:
+    """A serving cluster; the rest as `serving` takes it."""
+    made = FaultyCluster(directory, str(model), environment=environment or {})
+    return serving(made, prefill=prefill, decode=decode, bootstrap_flags=bootstrap_flags, **flags)

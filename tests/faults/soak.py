@@ -33,7 +33,6 @@ import grpc
 
 from kvrelay.v1 import admin_pb2
 from tests.faults.doors import Doors
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster
 from tests.faults.load import HANG_S, Ask, Load, Outcome, drive
 from tests.faults.proxy import Proxy
@@ -428,13 +427,14 @@ class Soak:
                 self._note(self.tally.broken, f"{name}: {block}")
 
 
-def soak(directory: Path, model: Path, forge: Forge, faults: int, seed: int) -> Tally:
-    doors = Doors(directory, model, forge, BOOTSTRAP_FLAGS)
+def soak(directory: Path, model: Path, faults: int, seed: int) -> Tally:
+    doors = Doors(directory, model)
     with closing(doors):
+        doors.start("bootstrap", "bootstrap", *BOOTSTRAP_FLAGS)
         for role, count in NODES.items():
             for i in range(count):
                 own = NO_HOST if (role, i) == ("decode", 0) else ()
-                doors.start_node(role, f"{role}-{i}", *EVERY_NODE, *NODE_FLAGS[role], *own)
+                doors.start(role, f"{role}-{i}", *EVERY_NODE, *NODE_FLAGS[role], *own)
         doors.wait_serving(NODES["prefill"], NODES["decode"])
         return Soak(doors, Load(model, seed), seed).run(faults)
 
@@ -446,8 +446,7 @@ def main() -> int:
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvrelay-soak-"))
     print(f"seed {arguments.seed}; logs in {directory}, kept if something is wrong", flush=True)
-    with closing(Forge(directory / "forge")) as forge:
-        tally = soak(directory / "cluster", tiny_model("qwen3"), forge, arguments.faults, arguments.seed)
+    tally = soak(directory, tiny_model("qwen3"), arguments.faults, arguments.seed)
     print("\n".join(tally.lines()))
     if tally.bad:
         print(f"to be looked into: seed {arguments.seed}, logs in {directory}")

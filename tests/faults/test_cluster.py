@@ -11,11 +11,10 @@ import grpc
 import pytest
 
 from kvrelay.v1.types_pb2 import ROLE_DECODE
-from tests.faults.doors import PHASES, Doors, doors, hold, reach
-from tests.faults.forge import Forge
-from tests.faults.harness import FaultyCluster
+from tests.faults.doors import PHASES, Doors, hold, reach
+from tests.faults.harness import FAST_LEASE, FaultyCluster
 from tests.faults.load import Load, check, drive
-from tests.helpers.cluster import assert_eventually
+from tests.helpers.cluster import assert_eventually, serving
 
 NODE_FLAGS = ("--page-size", "16", "--num-pages", "256")
 CHUNKS = ("--chunk-size", "64")  # of prefill nodes, in tokens
@@ -29,8 +28,15 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
-    with doors(tmp_path_factory.mktemp("doors"), model, forge, node_flags=NODE_FLAGS, prefill_flags=CHUNKS) as running:
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    with serving(
+        Doors(tmp_path_factory.mktemp("doors"), model),
+        prefill=2,
+        decode=2,
+        node_flags=NODE_FLAGS,
+        prefill_flags=CHUNKS,
+        bootstrap_flags=FAST_LEASE,
+    ) as running:
         yield running
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, Cell, cells, strike
-from tests.faults.forge import Forge
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -29,11 +28,10 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     with faulty_cluster(
         tmp_path_factory.mktemp("deadlines"),
         model,
-        forge,
         node_flags=NODE_FLAGS,
         prefill_flags=PREFILL_FLAGS,
         decode_flags=DECODE_FLAGS,

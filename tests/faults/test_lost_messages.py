@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.doors import hold, reach
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 
@@ -19,9 +18,9 @@ NODE_FLAGS = ("--page-size", "16", "--num-pages", "64")
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     directory = tmp_path_factory.mktemp("lost")
-    with faulty_cluster(directory, model, forge, prefill=1, decode=1, node_flags=NODE_FLAGS) as running:
+    with faulty_cluster(directory, model, prefill=1, decode=1, node_flags=NODE_FLAGS) as running:
         yield running
 
 

@@ -23,7 +23,6 @@ from tests.faults.cells import (
     cells,
     strike,
 )
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -37,11 +36,10 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     with faulty_cluster(
         tmp_path_factory.mktemp("nodes"),
         model,
-        forge,
         node_flags=NODE_FLAGS,
         prefill_flags=PREFILL_FLAGS,
         decode_flags=DECODE_FLAGS,

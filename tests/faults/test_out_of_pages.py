@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -20,11 +19,10 @@ RETURN_THROUGH_PREFILL = ("--host-kv-memory", "none")
 
 
 @pytest.fixture(params=[RETURN_FROM_HOST, RETURN_THROUGH_PREFILL], ids=["the host", "a prefill node"])
-def cluster(model: Path, forge: Forge, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FaultyCluster]:
+def cluster(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FaultyCluster]:
     with faulty_cluster(
         tmp_path,
         model,
-        forge,
         prefill_flags=(*NODE_FLAGS, "256"),
         decode_flags=(*TIGHT, *request.param),
     ) as running:

@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -26,8 +25,8 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
-    with faulty_cluster(tmp_path_factory.mktemp("restarts"), model, forge, node_flags=NODE_FLAGS) as running:
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    with faulty_cluster(tmp_path_factory.mktemp("restarts"), model, node_flags=NODE_FLAGS) as running:
         yield running
 
 

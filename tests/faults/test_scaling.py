@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvrelay.v1 import admin_pb2
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Load, Outcome, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -21,8 +20,8 @@ NODE_FLAGS = ("--page-size", "16", "--num-pages", "256")
 
 
 @pytest.fixture
-def cluster(model: Path, forge: Forge, tmp_path: Path) -> Iterator[FaultyCluster]:
-    with faulty_cluster(tmp_path, model, forge, node_flags=NODE_FLAGS) as running:
+def cluster(model: Path, tmp_path: Path) -> Iterator[FaultyCluster]:
+    with faulty_cluster(tmp_path, model, node_flags=NODE_FLAGS) as running:
         yield running
 
 

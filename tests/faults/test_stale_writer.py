@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.forge import Forge
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -35,11 +34,10 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(large_model: Path, forge: Forge, tmp_path: Path) -> Iterator[FaultyCluster]:
+def cluster(large_model: Path, tmp_path: Path) -> Iterator[FaultyCluster]:
     with faulty_cluster(
         tmp_path,
         large_model,
-        forge,
         prefill=2,
         decode=1,
         prefill_flags=(*NODE_FLAGS, "128"),

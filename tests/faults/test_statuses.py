@@ -11,7 +11,6 @@ import pytest
 from engine.core.errors import KVRelayError
 from rpc.errors import from_rpc_error
 from tests.faults.doors import hold, reach
-from tests.faults.forge import Forge
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import Answer, assert_eventually
@@ -27,12 +26,11 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     """One node a pool, one try a request, and a second for each phase."""
     with faulty_cluster(
         tmp_path_factory.mktemp("statuses"),
         model,
-        forge,
         prefill=1,
         decode=1,
         node_flags=NODE_FLAGS,

@@ -13,7 +13,6 @@ import pytest
 
 from kvrelay.v1 import admin_pb2
 from tests.faults.cells import SOON_S, Cell, cells, strike
-from tests.faults.forge import Forge
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -35,9 +34,9 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     directory = tmp_path_factory.mktemp("unified")
-    with faulty_cluster(directory, model, forge, unified=2, node_flags=NODE_FLAGS) as running:
+    with faulty_cluster(directory, model, unified=2, node_flags=NODE_FLAGS) as running:
         yield running
 
 

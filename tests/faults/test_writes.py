@@ -21,7 +21,6 @@ from tests.faults.cells import (
     cells,
     strike,
 )
-from tests.faults.forge import Forge
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -33,11 +32,10 @@ def load(model: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     with faulty_cluster(
         tmp_path_factory.mktemp("writes"),
         model,
-        forge,
         node_flags=(*NODE_FLAGS, "--write-timeout", "1"),
         prefill_flags=(*PREFILL_FLAGS, "--kv-checksum"),
         decode_flags=DECODE_FLAGS,

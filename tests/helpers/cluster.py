@@ -1,7 +1,8 @@
 """A cluster of real processes for tests: one bootstrap, any number of nodes of each role, on loopback.
 
-Started through the `kvrelay` command, as a user would. Logs go to files in the test's directory and are shown when
-something does not come up. `settle` is what every test ends with: all pages free or cached, all books in order.
+Its processes are forked from one that has imported all they need (forge.py), or, where a test wants them `cold`,
+started as a user would start them. Logs go to files in the test's directory and are shown when something does not come
+up. `settle` is what every test ends with: all pages free or cached, all books in order.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
+from tests.helpers.forge import forge
 
-__all__ = ["Answer", "Cluster", "Popen", "Process", "assert_eventually", "cluster", "free_port"]
+__all__ = ["Answer", "Cluster", "Popen", "Process", "assert_eventually", "cluster", "free_port", "serving"]
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 20.0
@@ -104,9 +106,11 @@ class Cluster:
     model: str
     port: int = field(default_factory=free_port)
     processes: dict[str, Process] = field(default_factory=dict)
-    _files: list[IO[bytes]] = field(default_factory=list)
+    cold: bool = False  # start its processes as new ones; seconds each
+    environment: dict[str, str] = field(default_factory=dict)  # of its processes, besides the usual
 
     def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
         self.address = f"127.0.0.1:{self.port}"
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_send_message_length", -1)])
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)
@@ -123,12 +127,16 @@ class Cluster:
 
     def launch(self, name: str, argv: Sequence[str], log: Path) -> Popen:
         """Run `kvrelay argv`."""
-        file = log.open("ab")
-        self._files.append(file)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-m", "cli.main", *argv], stdout=file, stderr=subprocess.STDOUT, env=environment
-        )
+        environment = self.environment_of(name)
+        if not self.cold:
+            return forge().spawn(argv, environment, log)
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "cli.main", *argv], stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def environment_of(self, name: str) -> dict[str, str]:
+        return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self.environment
 
     def wait_serving(self, prefill: int, decode: int, unified: int = 0) -> None:
         """Until so many nodes of each role serve. Fails at once when a process has died."""
@@ -234,14 +242,22 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.popen.kill()
                 process.popen.wait()
-        for file in self._files:
-            file.close()
+
+
+class Startable(Protocol):
+    """A cluster, or several that share their nodes."""
+
+    def start(self, role: str, name: str, *flags: str) -> object: ...
+    def wait_serving(self, prefill: int, decode: int, unified: int = 0) -> None: ...
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Startable)
 
 
 @contextmanager
-def cluster(
-    directory: Path,
-    model: str | Path,
+def serving(
+    made: S,
     *,
     prefill: int = 1,
     decode: int = 1,
@@ -250,21 +266,25 @@ def cluster(
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
     bootstrap_flags: Sequence[str] = (),
-) -> Iterator[Cluster]:
-    """A serving cluster, of unified nodes alone if there are any; stopped at the end whatever happens."""
+) -> Iterator[S]:
+    """Start a bootstrap and so many nodes, unified ones alone if there are any, and wait until they serve.
+
+    Stopped at the end whatever happens.
+    """
     if unified:
         prefill = decode = 0
-    directory.mkdir(parents=True, exist_ok=True)
-    made = Cluster(directory, str(model))
     try:
         made.start("bootstrap", "bootstrap", *bootstrap_flags)
-        for i in range(prefill):
-            made.start("prefill", f"prefill-{i}", *node_flags, *prefill_flags)
-        for i in range(decode):
-            made.start("decode", f"decode-{i}", *node_flags, *decode_flags)
-        for i in range(unified):
-            made.start("unified", f"unified-{i}", *node_flags)
+        pools = (("prefill", prefill, prefill_flags), ("decode", decode, decode_flags), ("unified", unified, ()))
+        for role, count, flags in pools:
+            for i in range(count):
+                made.start(role, f"{role}-{i}", *node_flags, *flags)
         made.wait_serving(prefill, decode, unified)
         yield made
     finally:
         made.close()
+
+
+def cluster(directory: Path, model: str | Path, *, cold: bool = False, **pools: Any) -> AbstractContextManager[Cluster]:
+    """A serving cluster; `pools` are the nodes and flags that `serving` takes."""
+    return serving(Cluster(directory, str(model), cold=cold), **pools)

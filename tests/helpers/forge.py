@@ -1,6 +1,6 @@
 """A process that has imported torch and all that stands on it once, and forks `kvrelay` commands from there.
 
-Importing takes seconds of a core a process, forking takes milliseconds; a test of faults starts many processes. The
+Importing takes seconds of a core a process, forking takes milliseconds; tests start many processes. The
 forge makes no thread, no agent and no channel of its own, so that a forked command finds what a new one would. All it
 has forked dies with it.
 
@@ -11,7 +11,9 @@ has forked dies with it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -26,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["POINTS_VARIABLE", "Forge", "Forged"]
+__all__ = ["POINTS_VARIABLE", "Forge", "Forged", "forge"]
 
 POINTS_VARIABLE = "TEST_POINTS_SOCKET"  # path of the socket on which a process takes its faults; unset: none
 POLL_S = 0.01
@@ -75,20 +77,14 @@ class Forged:
 
 
 class Forge:
-    def __init__(self, directory: Path):
-        directory.mkdir(parents=True, exist_ok=True)
-        self._log = directory / "forge.log"
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.forge", str(theirs.fileno())],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.forge", str(theirs.fileno())],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()
         self._socket, self._lines = ours, ours.makefile("r")
         self._lock = threading.Lock()
@@ -101,15 +97,23 @@ class Forge:
         with self._lock:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             line = self._lines.readline()
-        assert line, f"the forge has ended:\n{self._log.read_text()}"
+        assert line, "the forge has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        """End the forge, and with it every process it has forked. May be called twice."""
+        """End the forge, and with it every process it has forked."""
         self._lines.close()
         self._socket.close()
         self._process.wait(30)
+
+
+@functools.cache
+def forge() -> Forge:
+    """The one of this test session."""
+    made = Forge()
+    atexit.register(made.close)
+    return made
 
 
 def _serve(channel: socket.socket) -> None:
