@@ -43,7 +43,7 @@ from engine.core.types import NodeIdentity, PrefillTask, Reservation, RoomKey
 from kvrelay.v1 import bootstrap_pb2 as pb
 from rpc.session import Session, end
 from rpc.wire import command_to_wire
-from tests.faults.hostile import each, payloads
+from tests.fuzz.hostile import each, payloads
 from tests.helpers.bootstrap_peer import BootstrapPeer, PeerSession
 from tests.helpers.engines import PAGE, Driven, decode_engine, prefill_engine
 
