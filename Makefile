@@ -7,7 +7,7 @@ STUBS := $(wildcard proto/kvrelay/v1/*.proto)
 # One thread a process: tests run several engine processes side by side.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help demo test test-compose soak test-gpu check format proto docs bench bench-scheduler clean
+.PHONY: help demo test test-faults test-others test-compose soak test-gpu check format proto docs bench bench-scheduler clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -27,8 +27,15 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED)  ## start a local cluster, answer two prompts with a real model, stop
 	$(BIN)/kvrelay demo
 
+# Fault tests wait more than they compute. All others run beside them, give way to them, and say all at once at the end.
 test: $(INSTALLED)  ## all tests that need neither a GPU nor a Docker engine
-	$(TEST_ENV) $(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory -j2 -k test-faults test-others
+
+test-faults: $(INSTALLED)
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/faults
+
+test-others: $(INSTALLED)
+	@said=$$($(TEST_ENV) nice -n 5 $(BIN)/python -m pytest --ignore=tests/faults 2>&1); code=$$?; printf '%s\n' "$$said"; exit $$code
 
 test-compose: $(INSTALLED)  ## build the image and run the cluster on a Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose

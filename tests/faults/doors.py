@@ -9,7 +9,7 @@ from tests.faults.harness import FaultyCluster
 from tests.faults.proxy import Proxy
 from tests.helpers.cluster import assert_eventually
 
-__all__ = ["PHASES", "Doors", "hold", "reach"]
+__all__ = ["PHASES", "Doors", "hold", "let_go", "reach"]
 
 # Of each phase: the nodes that can keep a request in it, the point at which they do, and hits that pass before that.
 PHASES = {
@@ -30,22 +30,29 @@ def hold(nodes: FaultyCluster, phase: str, seconds: float = 1.5) -> None:
 
 
 def reach(door: FaultyCluster, phase: str, nodes: FaultyCluster | None = None) -> LiveRequest:
-    """Wait until a request of a bootstrap is in this phase; none is held from then on.
+    """Wait until a request of a bootstrap is in this phase and one is held there; no other will be.
 
     nodes: what owns the nodes, if not the bootstrap's own cluster.
     """
+    role, point, _ = PHASES[phase]
+    nodes = nodes or door
+    holders = [name for name in nodes.processes if name.startswith(role)]
     found: list[LiveRequest] = []
 
     def there() -> bool:
         found[:] = [request for request in door.live() if request.state == phase]
-        return bool(found)
+        return bool(found) and any(nodes.tripped(name, point) for name in holders)
 
     assert_eventually(there, f"a request is {phase}")
-    nodes = nodes or door
-    for name in nodes.processes:
-        if name.startswith(PHASES[phase][0]):
-            nodes.disarm(name)
+    for name in holders:
+        nodes.disarm(name)
     return found[0]
+
+
+def let_go(nodes: FaultyCluster) -> None:
+    """End all holds before their time."""
+    for name in nodes.processes:
+        nodes.release(name)
 
 
 class Doors:

@@ -60,6 +60,10 @@ class FaultyCluster(Cluster):
     def disarm(self, name: str) -> None:
         self._tell(name, do="disarm")
 
+    def release(self, name: str) -> None:
+        """Let what is delayed in a process go on now."""
+        self._tell(name, do="release")
+
     def cut(self, name: str) -> int:
         """Shut down the connections of a node to its peers; returns how many there were."""
         return int(self._tell(name, do="cut")["cut"])

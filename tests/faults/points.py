@@ -78,6 +78,7 @@ class Points:
     faults: list[Fault] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    release: threading.Event = field(default_factory=threading.Event)  # of what is delayed now
 
     def hit(self, *names: str) -> Fault | None:
         """The fault for this hit, if there is one. What stops or ends this thread or process is done here."""
@@ -150,6 +151,9 @@ def _answer(request: dict[str, Any]) -> dict[str, int]:
             with points.lock:
                 points.faults.clear()
                 points.struck.clear()
+        case "release":
+            release, points.release = points.release, threading.Event()
+            release.set()
         case "cut":
             return {"cut": cut()}
     return dict(points.struck)
@@ -199,17 +203,21 @@ def _carry(fault: Fault | None, go: Callable[[], Any]) -> Any:
 
 def _later(seconds: float, go: Callable[[], Any]) -> None:
     """In this thread, if it runs an event loop; else in one of its own."""
-    try:
-        asyncio.get_running_loop().call_later(seconds, go)
-    except RuntimeError:
-        timer = threading.Timer(seconds, go)
-        timer.daemon = True
-        timer.start()
+    release = points.release
+    with contextlib.suppress(RuntimeError):
+        go = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, go)
+
+    def wait() -> None:
+        release.wait(seconds)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            go()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _block(fault: Fault | None) -> None:
     if fault is not None and fault.action == "delay":
-        time.sleep(fault.seconds)
+        points.release.wait(fault.seconds)
 
 
 def _wrap_session() -> None:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvrelay.v1.types_pb2 import ROLE_DECODE
-from tests.faults.doors import PHASES, Doors, hold, reach
+from tests.faults.doors import PHASES, Doors, hold, let_go, reach
 from tests.faults.harness import FAST_LEASE, FaultyCluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import assert_eventually, serving
@@ -155,6 +155,8 @@ def test_client_ends(cluster: Doors, load: Load, phase: str, how: str) -> None:
         list(call)
     code = grpc.StatusCode.CANCELLED if how == "cancels" else grpc.StatusCode.DEADLINE_EXCEEDED
     assert caught.value.code() is code
+    assert_eventually(lambda: not first.live(), "the bootstrap has given it up")
+    let_go(first)
     works_again(cluster, load)
     assert written(first) - before < 2000
 

@@ -93,6 +93,7 @@ def test_a_thread_hangs(cluster: FaultyCluster, load: Load, asks: list[Ask], cel
     for running in strike(cluster, load, asks, cell):
         running.join()
         check(running.outcomes, load)
+    cluster.release(cell.victim)
     cluster.check_after()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.errors import KVRelayError
 from rpc.errors import from_rpc_error
-from tests.faults.doors import hold, reach
+from tests.faults.doors import hold, let_go, reach
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import Answer, assert_eventually
@@ -60,6 +60,7 @@ def works_again(cluster: FaultyCluster, load: Load, injected: str = "") -> None:
 def test_phase_takes_too_long(cluster: FaultyCluster, load: Load, phase: str) -> None:
     hold(cluster, phase, 2.0)
     error = refused(cluster, load)
+    let_go(cluster)
     assert (error.code, error.reason, error.metadata["phase"]) == ("DEADLINE_EXCEEDED", "PHASE_TIMEOUT", phase)
     assert (error.retry_after is not None) == (phase == "queued"), "nothing was computed for it, and it may fit later"
     works_again(cluster, load)
