@@ -266,6 +266,7 @@ def test_a_grant_of_another_number_of_pages_costs_its_own_room_only(
     (failed,) = link.of(RoomFailed)
     assert (failed.key, failed.retriable) == (key_of(wrong), True)
     p.until(lambda: bool(link.tokens(key_of(sound))), "the other one goes on")
+    rest(p)
 
 
 @pytest.mark.parametrize(
