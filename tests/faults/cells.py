@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.harness import FaultyCluster
 from tests.faults.load import Ask, Load, Running, drive
+from tests.helpers.cluster import assert_eventually
 
 __all__ = [
     "DECODE_FLAGS",
@@ -46,12 +47,14 @@ def long_and_short(load: Load, cluster: FaultyCluster) -> list[Ask]:
 
 
 def ready(cluster: FaultyCluster) -> FaultyCluster:
-    """All serve, each with each, whatever the test before has done, or found."""
+    """All serve, each with each, whatever the test before has done, found, or armed in vain."""
     apart = {name for node in cluster.nodes() for name in node.set_aside}
     for name in cluster.roles:
         ended = name not in cluster.processes or cluster.processes[name].popen.poll() is not None
         if not cluster.sound or ended or name in apart:
             cluster.restart(name)
+        else:
+            cluster.disarm(name)
     count = Counter(cluster.roles.values())
     cluster.wait_serving(count["prefill"], count["decode"], count["unified"])
     cluster.sound = False  # until it is checked
@@ -81,13 +84,25 @@ def cells(fault: str, *rows: Cell) -> pytest.MarkDecorator:
 
 
 def strike(cluster: FaultyCluster, load: Load, asks: Sequence[Ask], cell: Cell) -> Iterator[Running]:
-    """Rounds of the load until a fault has struck; yields each round while it runs."""
+    """Rounds of the load until a fault has struck; yields each round while it runs.
+
+    The victim is given work in each: routing keys spread the load over the prefill nodes, head-room over the decode
+    nodes, and a round waits for a victim that a slow machine has made miss its lease.
+    """
+
+    def struck() -> bool:
+        return cluster.tripped(cell.victim, cell.point)
+
+    def serves() -> bool:
+        return any(node.node_id == cell.victim and node.stats.serving for node in cluster.nodes())
+
     for _ in range(ROUNDS):
+        assert_eventually(lambda: struck() or serves(), f"{cell.victim} serves")
         if cell.cause:
             for name in ("prefill-0", "prefill-1"):
                 cluster.arm(name, cell.cause, "fail")
         with drive(cluster, load.again(asks), load, SOON_S) as running:
             yield running
-        if cluster.tripped(cell.victim, cell.point):
+        if struck():
             return
     raise AssertionError(f"in {ROUNDS} rounds no fault has struck {cell.victim}")

@@ -144,9 +144,11 @@ def _answer(request: dict[str, Any]) -> dict[str, int]:
     """Obey; returns how often faults have struck, by point."""
     match request.pop("do"):
         case "arm":
-            with points.lock:
-                points.faults.append(Fault(**request))
-                points.struck.pop(request["point"], None)
+            new = Fault(**request)
+            with points.lock:  # in place of an equal one that has not struck
+                points.faults = [one for one in points.faults if (one.point, one.action) != (new.point, new.action)]
+                points.faults.append(new)
+                points.struck.pop(new.point, None)
         case "disarm":
             with points.lock:
                 points.faults.clear()

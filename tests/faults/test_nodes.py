@@ -181,8 +181,8 @@ def test_a_handler_raises_while_a_peer_dies_and_comes_back(
     """The peer dies with pages on their way. No page waits for ever for what the handler should have seen to."""
     dying = Cell("", *(("decode", "notice") if cell.side == "prefill" else ("prefill", "posted")))
     cluster.arm(cell.victim, cell.point, "raise")
-    for _ in range(ROUNDS):  # until it was with pages on their way to, or from, the victim
-        cluster.arm(dying.victim, dying.point, "kill", after=1)
+    for round_ in range(ROUNDS):  # until it was with pages on their way to, or from, the victim
+        cluster.arm(dying.victim, dying.point, "kill", after=1 + round_ % 3)
         for running in strike(cluster, load, asks, dying):
             running.join()
             check(running.outcomes, load)

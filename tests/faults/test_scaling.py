@@ -37,7 +37,7 @@ def steady(cluster: FaultyCluster, load: Load) -> Iterator[list[Outcome]]:
     def ask_on(mine: int) -> None:
         while not over.is_set():
             mine = (mine + CLIENTS) % len(asks)
-            with drive(cluster, [asks[mine]], load) as running:
+            with drive(cluster, load.again([asks[mine]]), load) as running:
                 pass
             outcomes.extend(running.outcomes)
 
@@ -93,7 +93,7 @@ def test_drain_shows_its_progress(cluster: FaultyCluster, model: Path) -> None:
     load = Load(model, 47, lengths=(230,))
     for name, point in (("prefill-0", "forwarded"), ("decode-0", "forward")):
         cluster.arm(name, point, "delay", seconds=0.1, times=None)
-        with drive(cluster, load.asks(6), load) as running:
+        with drive(cluster, load.again(load.asks(6)), load) as running:
             works(cluster, name)
             cluster.admin.Drain(admin_pb2.DrainRequest(node_id=name), timeout=5)
             given, left = given_to(cluster, name), []
