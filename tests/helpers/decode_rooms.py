@@ -11,9 +11,22 @@ from tests.helpers.engines import Driven
 from tests.helpers.tiny_engine import RecordingLink
 from tests.helpers.transfer_node import LocalNode, NodeProcess
 
-__all__ = ["Decode", "arriving", "failed", "grant_of", "key_of", "note", "pages", "reserve", "running", "write"]
+__all__ = [
+    "PAGES",
+    "Decode",
+    "arriving",
+    "failed",
+    "grant_of",
+    "key_of",
+    "note",
+    "pages",
+    "reserve",
+    "running",
+    "write",
+]
 
 GREEDY = SamplingParams(temperature=0)
+PAGES = 16  # of a decode node, where a test does not say otherwise
 Decode = Driven[DecodeEngine]
 
 
