@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from engine.core.model_store import default_cache_dir, resolve
+from engine.device.prepare import prepare
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 from tests.helpers.forge import forge
 
@@ -111,6 +113,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.cold:  # else each process would start one that does it, or waits for it
+            prepare(resolve(self.model), default_cache_dir())
         self.address = f"127.0.0.1:{self.port}"
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_send_message_length", -1)])
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)

@@ -40,6 +40,8 @@ COMMANDS = (
     "decode_service.server",
     "prefill_service.server",
     "tests.faults.points",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
     "unified_service.server",
 )
 
