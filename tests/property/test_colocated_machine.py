@@ -179,6 +179,9 @@ class ColocatedMachine(RuleBasedStateMachine):
         running = sorted(self.scheduler.in_flight, key=lambda r: (len(self.out(r)), -r.length))
         for request in self.scheduler.in_flight:
             while request in running and not self.scheduler.grow(request, len(self.live[request.key].tokens)):
+                if (prompt := self.scheduler.continuation) is not None:  # partly computed: it loses least
+                    self.scheduler.requeue(prompt.key, prompt.task)
+                    continue
                 victim = running.pop(0)
                 assert running or victim is not request, "one alone always fits"
                 self.scheduler.requeue(victim.key, self.again(victim))
