@@ -30,6 +30,12 @@ __all__ = ["Answer", "Cluster", "Popen", "Process", "assert_eventually", "cluste
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 20.0
+# A bootstrap that starts, or comes back, is found at once: gRPC would try again after a second.
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
 
 
 def free_port() -> int:
@@ -116,7 +122,7 @@ class Cluster:
         if not self.cold:  # else each process would start one that does it, or waits for it
             prepare(resolve(self.model), default_cache_dir())
         self.address = f"127.0.0.1:{self.port}"
-        self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_send_message_length", -1)])
+        self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)
         self.admin = admin_pb2_grpc.AdminStub(self.channel)
 
