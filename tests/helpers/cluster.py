@@ -50,7 +50,7 @@ def assert_eventually(condition: Callable[[], bool], what: str, timeout: float =
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 tails = "\n".join(f"--- {p.name}\n{p.tail()}" for p in self.processes.values())
                 raise AssertionError(f"not serving within {START_TIMEOUT_S:g} s\n{tails}")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def generate(
         self,
@@ -232,7 +232,7 @@ class Cluster:
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while not settled():
             assert time.monotonic() < deadline, f"pages or requests are left: {why}"
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def stop(self, name: str, sig: signal.Signals = signal.SIGTERM, timeout: float = 60.0) -> int:
         """Signal one process and wait for it; returns its exit code."""
