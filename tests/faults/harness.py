@@ -15,9 +15,10 @@ from typing import Any
 from tests.helpers.cluster import Cluster, Process, assert_eventually, serving
 from tests.helpers.forge import POINTS_VARIABLE
 
-__all__ = ["FAST_LEASE", "FaultyCluster", "faulty_cluster"]
+__all__ = ["FAST_LEASE", "LONG_LEASE", "FaultyCluster", "faulty_cluster"]
 
 FAST_LEASE = ("--heartbeat-seconds", "0.2", "--lease-seconds", "1.5")  # of a bootstrap
+LONG_LEASE = ("--heartbeat-seconds", "0.2", "--lease-seconds", "10")  # where nobody falls silent, but on a slow machine
 FOUND_WRONG = re.compile(r"integrity|critical", re.IGNORECASE)
 TRACEBACK = re.compile(r"^Traceback .*\n(?:[ \t].*\n)*(.*)$", re.MULTILINE)  # and the exception at its end
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import FaultyCluster, faulty_cluster
+from tests.faults.harness import LONG_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Load, check, drive
 from tests.helpers.cluster import assert_eventually
 
@@ -25,6 +25,7 @@ def cluster(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
         model,
         prefill_flags=(*NODE_FLAGS, "256"),
         decode_flags=(*TIGHT, *request.param),
+        bootstrap_flags=LONG_LEASE,
     ) as running:
         yield running
 
