@@ -22,7 +22,7 @@ from benchmarks.chart import as_table
 from engine.core.model_store import default_cache_dir, ensure_prepared
 from engine.core.sampling import SamplingParams
 from engine.device.batch import Row, build_batch
-from engine.device.kv_pool import KVPool, layout_for
+from engine.device.kv_pool import KVPool
 from engine.device.runner import TransformersRunner
 from engine.device.sampler import sample
 from engine.device.weights import load_model
@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = ensure_prepared(arguments.model, default_cache_dir(), print)
     loaded = load_model(model, dtype="float32", max_context=PAGE_SIZE * PAGES_EACH, report=print)
-    pool = KVPool(layout_for(model, PAGE_SIZE, "float32"), PAGES_EACH * len(PROMPTS))
+    pool = KVPool(model.layout(PAGE_SIZE, "float32"), PAGES_EACH * len(PROMPTS))
     tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
     answers, count = Answers(TransformersRunner(loaded, pool), prompts), arguments.tokens

@@ -20,6 +20,7 @@ class AttemptRecord:
     """One attempt, live or ended. Plain values, so that nothing keeps the request and its prompt in memory."""
 
     key: RoomKey
+    request: int  # number of the request, by arrival: an id may be that of several
     prefill_node: str  # empty: none was chosen, or it was gone before the end and not missed
     decode_node: str  # empty: none was asked
     first_index: int  # tokens of the answer that were there when it began
@@ -48,6 +49,7 @@ class History:
     def _record(self, attempt: Attempt, outcome: str) -> AttemptRecord:
         return AttemptRecord(
             key=attempt.key,
+            request=attempt.request.order[-1],
             prefill_node=_name(attempt.prefill),
             decode_node=_name(attempt.decode),
             first_index=attempt.first_index,

@@ -161,7 +161,8 @@ class Registry:
             raise _refused("identity.node_id", namesake.node_id, f"an id that no {namesake.role} node has")
         others = [node for node in self._nodes.values() if node is not namesake]
         if len(others) >= MAX_NODES:
-            raise Overloaded(f"{len(others)} other nodes are attached", reason="TOO_MANY_NODES", limit=str(MAX_NODES))
+            told = f"{len(others)} other nodes are attached"
+            raise Overloaded(told, reason="TOO_MANY_NODES", limit="nodes", value=str(MAX_NODES))
         layout = registration.layout
         _refuse("protocol_version", registration.protocol_version, PROTOCOL_VERSION)
         _sane(registration)

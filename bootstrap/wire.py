@@ -234,6 +234,7 @@ def attempt_to_wire(record: AttemptRecord, started: float) -> admin_pb2.AttemptR
         seconds=record.seconds,
         phase=record.phase,
         outcome=record.outcome,
+        request=record.request,
     )
 
 
@@ -248,4 +249,5 @@ def live_request_to_wire(request: LiveRequest, now: float) -> admin_pb2.LiveRequ
         output_tokens=len(request.output),
         age=now - request.arrived,
         attempts=request.attempts,
+        client=request.ask.client or "",
     )

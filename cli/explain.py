@@ -105,9 +105,16 @@ def _attempts(told: Sequence[_Told], records: Iterable[admin_pb2.AttemptRecord])
     began = {one.record.key: one.record.arrived for one in reversed(told)}
     began |= {key: one.started for key, one in known.items()}
     attempts: list[_Attempt] = []
-    stream, last = 1, -1
+    streams: dict[int, int] = {}  # by the front door's number of the request
+    stream, newest, last = 0, 0, 0
     for key in sorted(began, key=lambda key: began[key]):
-        stream += key.epoch <= last
+        number = known[key].request if key in known else None
+        if number in streams:
+            stream = streams[number]
+        elif not stream or key.epoch <= last or (number is not None and stream in streams.values()):
+            stream = newest = newest + 1
+        if number is not None:
+            streams[number] = stream
         last = key.epoch
         attempts.append(_Attempt(stream, key, known.get(key), [one for one in told if one.record.key == key]))
     return attempts
@@ -131,7 +138,7 @@ def _json(request_id: str, attempts: Sequence[_Attempt], silent: Sequence[str]) 
 
 def _text(request_id: str, attempts: Sequence[_Attempt]) -> str:
     lines = [f"request {printable(request_id)}: {len(attempts)} attempt" + ("s" if len(attempts) > 1 else "")]
-    streams = attempts[-1].stream
+    streams = max(one.stream for one in attempts)
     if streams > 1:
         lines[0] += f" in {streams} streams"
     epochs = {stream: {one.key.epoch for one in attempts if one.stream == stream} for stream in range(1, streams + 1)}
@@ -156,6 +163,7 @@ def _begun(record: admin_pb2.AttemptRecord) -> str:
 
 
 def _time(at: float) -> str:
+    at = round(at, 3)
     return time.strftime("%H:%M:%S", time.localtime(at)) + f"{at % 1:.3f}"[1:]
 
 

@@ -82,6 +82,8 @@ def plan_cluster(
         flags = {**flags, "threads": threads}
         env = {**env, "OMP_NUM_THREADS": str(threads)}
     ports = claim_addresses(metrics, len(listen), "--metrics-address")
+    if both := sorted({*listen} & {*ports}):
+        raise ConfigError([f"--metrics-address: {', '.join(both)} is one of the bootstrap's own addresses"])
     names = [BOOTSTRAP] if len(listen) == 1 else [f"{BOOTSTRAP}-{i}" for i in range(len(listen))]
     places = {name: (at, port) for name, at, port in zip(names, listen, ports, strict=True)}
     roles: dict[str, str] = dict.fromkeys(names, BOOTSTRAP)
@@ -144,6 +146,7 @@ def claim_addresses(listen: str, count: int = 1, flag: str = "--address") -> tup
     """
     host, _, port = listen.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where = repr(listen) if count == 1 else f"{count} ports from {listen!r} on"
     claimed: list[str] = []
     try:
         with contextlib.ExitStack() as probes:
@@ -155,9 +158,8 @@ def claim_addresses(listen: str, count: int = 1, flag: str = "--address") -> tup
                 claimed.append(f"{host}:{probe.getsockname()[1]}")
     except (ValueError, OverflowError) as error:
         limit = "host:port, a port of 0 to 65535"
-        raise ConfigError([f"{flag}: cannot listen on {listen!r}; allowed: {limit}"]) from error
+        raise ConfigError([f"{flag}: cannot listen on {where}; allowed: {limit}"]) from error
     except OSError as error:
-        where = repr(listen) if count == 1 else f"{count} ports from {listen!r} on"
         hint = f"; {flag} 127.0.0.1:0 picks a free port" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError([f"{flag}: cannot listen on {where}: {error}{hint}"]) from error
     return tuple(claimed)

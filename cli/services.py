@@ -105,7 +105,8 @@ def _node(parser: argparse.ArgumentParser, role: Role, cls: type[N], run: Callab
         from rpc.precheck import may_attach
 
         node = _announced(role, config.node)
-        return run(config, node) if may_attach(role, node) else 1
+        ranks = config.ranks.dp_size if isinstance(config, PrefillConfig) else 1
+        return run(config, node) if may_attach(role, node, ranks) else 1
 
     _service(parser, cls, announce_and_run)
 

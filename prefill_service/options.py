@@ -88,8 +88,11 @@ class SchedulerConfig:
 
 def _cannot_write(path: Path) -> int | None:
     """Why not, as far as it shows before the file is opened: who reads a pipe would notice that."""
-    if path.is_dir():
-        return errno.EISDIR
-    if not path.exists() and not path.parent.is_dir():
-        return errno.ENOENT
-    return None if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES
+    try:
+        if path.is_dir():
+            return errno.EISDIR
+        if not path.exists() and not path.parent.is_dir():
+            return errno.ENOENT
+        return None if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES
+    except OSError as error:  # a name too long, say
+        return error.errno

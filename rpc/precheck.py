@@ -13,9 +13,10 @@ import grpc
 from engine.core.messages import Registration
 from engine.core.model_store import ensure_prepared
 from engine.core.node_config import NodeConfig
-from engine.core.types import NodeIdentity, PageLayout, PoolMemory, Role
+from engine.core.types import NodeIdentity, PoolMemory, Role
 from kvrelay.v1.bootstrap_pb2_grpc import BootstrapStub
 from rpc.errors import from_rpc_error
+from rpc.node import rank_ids
 from rpc.security import CHANNEL_OPTIONS, open_channel
 from rpc.session import is_refusal, join_token
 from rpc.wire import registration_to_wire
@@ -27,33 +28,36 @@ log = logging.getLogger("kvrelay.node")
 ANSWER_TIMEOUT_S = 3.0
 
 
-def may_attach(role: Role, config: NodeConfig) -> bool:
-    """False, after a log line, when a bootstrap will not have a node of this configuration. Raises ModelRefused.
+def may_attach(role: Role, config: NodeConfig, ranks: int) -> bool:
+    """False, after a log line, when a bootstrap will not have the ranks of a process of this configuration.
 
-    One that cannot be asked may be on its way: the node will dial for as long as it takes.
+    One that cannot be asked may be on its way: the node will dial for as long as it takes. Raises ModelRefused.
     """
     model = ensure_prepared(config.model, config.model_dir, log.info)
-    dtype = config.kv_dtype or config.dtype
-    layout = PageLayout(config.page_size, model.layers, model.kv_heads, model.head_dim, dtype, model.fingerprint)
-    registration = Registration(
-        identity=NodeIdentity.new(config.name(role)),
-        role=role,
-        model=model.name,
-        layout=layout,
-        memory=PoolMemory(base_address=0, page_bytes=layout.page_bytes, num_pages=1),
-        agent_metadata=b"",
-        max_context=1,
-    )
+    layout = model.layout(config.page_size, config.page_dtype)
+    wanted = [
+        Registration(
+            identity=NodeIdentity.new(node_id),
+            role=role,
+            model=model.name,
+            layout=layout,
+            memory=PoolMemory(base_address=0, page_bytes=layout.page_bytes, num_pages=1),
+            agent_metadata=b"",
+            max_context=1,
+        )
+        for node_id in rank_ids(config.name(role), ranks)
+    ]
     for address in config.bootstrap:
-        with open_channel(address, config.access.tls, None, CHANNEL_OPTIONS) as channel:
-            try:
-                BootstrapStub(channel).MayAttach(
-                    registration_to_wire(registration), timeout=ANSWER_TIMEOUT_S, metadata=join_token(config.access)
-                )
-            except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error)
-                if is_refusal(error):
-                    log.critical("refused by the bootstrap", extra={"address": address, "error": str(error)})
-                    return False
-                log.info("no bootstrap yet", extra={"address": address, "error": str(error)})
+        try:
+            with open_channel(address, config.access.tls, None, CHANNEL_OPTIONS) as channel:
+                for one in wanted:
+                    BootstrapStub(channel).MayAttach(
+                        registration_to_wire(one), timeout=ANSWER_TIMEOUT_S, metadata=join_token(config.access)
+                    )
+        except grpc.RpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if is_refusal(error):
+                log.critical("refused by the bootstrap", extra={"address": address, "error": str(error)})
+                return False
+            log.info("bootstrap not asked", extra={"address": address, "error": str(error)})
     return True

@@ -95,7 +95,7 @@ class RpcServer:
 class _OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Bounds what callers who have shown nothing can have kept for them.
 
-    Streams are refused long before `Check`: whoever opens many must not make a process look dead.
+    Streams are refused long before `Check`, so that watchers who forget to close theirs make no process look dead.
     """
 
     def __init__(self) -> None:

@@ -82,12 +82,12 @@ class AdminServicer(pb_grpc.AdminServicer):
         attempts = self._front.attempts.history.explain(request_id, live)
         if not told and not attempts:
             unasked = f"; {', '.join(silent)} did not answer within {ANSWER_TIMEOUT_S:g} s" if silent else ""
-            raise NotFound(f"no node knows of a request {request_id[:128]!r}{unasked}", request_id=request_id[:128])
-        epoch = time.time() - self._clock()  # the clock's zero
+            raise NotFound(f"nobody here knows of a request {request_id[:128]!r}{unasked}", request_id=request_id[:128])
+        zero = time.time() - self._clock()  # of the clock, since 1970
         return pb.ExplainResponse(
             nodes=[wire.explained_to_wire(node, rooms) for node, rooms in told.items()],
             silent=silent,
-            attempts=[wire.attempt_to_wire(one, epoch + one.started) for one in attempts],
+            attempts=[wire.attempt_to_wire(one, zero + one.started) for one in attempts],
         )
 
     def _nodes(self, problems: Mapping[Node, tuple[str, ...]]) -> pb.ListNodesResponse:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.core.errors import ConfigError, InvalidField
+from engine.core.types import PageLayout
 
 __all__ = [
     "ARCHITECTURES",
@@ -95,6 +96,10 @@ class PreparedModel:
     vocab_size: int  # width of the logits; the tokenizer may know fewer ids
     max_context: int  # tokens
     eos_token_ids: tuple[int, ...]
+
+    def layout(self, page_size: int, kv_dtype: str) -> PageLayout:
+        """How its pages lie in memory. `kv_dtype` is a key of engine.core.types.DTYPE_BYTES."""
+        return PageLayout(page_size, self.layers, self.kv_heads, self.head_dim, kv_dtype, self.fingerprint)
 
 
 def default_cache_dir() -> Path:

@@ -81,6 +81,11 @@ class NodeConfig:
         if self.node_id and not NODE_NAME.fullmatch(self.node_id):
             yield f"node_id is {self.node_id!r}; allowed: {NODE_NAME_RULE}"
 
+    @property
+    def page_dtype(self) -> str:
+        """Of the KV pages."""
+        return self.kv_dtype or self.dtype
+
     def name(self, role: str) -> str:
         """The node id: as given, or made so that several nodes of one host never take each other's place."""
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())

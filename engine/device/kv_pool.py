@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.core.model_store import PreparedModel
 from engine.core.types import PageLayout
 
-__all__ = ["KVPool", "layout_for", "pages_for_budget"]
+__all__ = ["KVPool", "pages_for_budget"]
 
 # NIXL registers whole memory pages; an aligned pool shares none of them with other data.
 _ALIGNMENT = 4096
-
-
-def layout_for(model: PreparedModel, page_size: int, kv_dtype: str) -> PageLayout:
-    """How this model's pages lie in memory. `kv_dtype` is a key of engine.core.types.DTYPE_BYTES."""
-    return PageLayout(page_size, model.layers, model.kv_heads, model.head_dim, kv_dtype, model.fingerprint)
 
 
 def pages_for_budget(layout: PageLayout, budget: int) -> int:

@@ -39,7 +39,7 @@ __all__ = ["Sample", "TokenHistory", "exponentials", "sample"]
 
 Floats = npt.NDArray[np.float64]
 
-_LEAST = 2.0**-54  # below the step of the uniform numbers, so that it changes nothing but 0
+_LEAST = 2.0**-54  # half a step of the uniform numbers: 0 becomes positive, and the order stays
 
 
 @dataclass(frozen=True, slots=True)

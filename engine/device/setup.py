@@ -13,7 +13,7 @@ from engine.core.errors import ConfigError
 from engine.core.model_store import PreparedModel, ensure_prepared
 from engine.core.node_config import Device, NodeConfig, host_memory
 from engine.core.types import PageLayout, PoolMemory
-from engine.device.kv_pool import KVPool, layout_for, pages_for_budget
+from engine.device.kv_pool import KVPool, pages_for_budget
 from engine.device.runner import Runner, TransformersRunner
 from engine.device.weights import load_model, megabytes
 
@@ -79,7 +79,7 @@ def set_up_ranks(
     devices = _devices(config.device, ranks)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    layout = layout_for(model, config.page_size, config.kv_dtype or config.dtype)
+    layout = model.layout(config.page_size, config.page_dtype)
     num_pages = config.num_pages or pages_for_budget(layout, config.kv_memory)
     pool_bytes = num_pages * layout.page_bytes
     max_context = config.max_context or model.max_context

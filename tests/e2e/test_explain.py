@@ -91,7 +91,7 @@ def test_a_live_request_is_explained(served: Cluster, capsys: Capture) -> None:
 
 def test_nobody_knows_a_request_that_never_was(served: Cluster, capsys: Capture) -> None:
     assert main(["explain", "nobody", "--bootstrap", served.address], {}) == 1
-    assert capsys.readouterr().err == "kvrelay: NOT_FOUND: no node knows of a request 'nobody'\n"
+    assert capsys.readouterr().err == "kvrelay: NOT_FOUND: nobody here knows of a request 'nobody'\n"
 
 
 def test_a_log_that_cannot_be_written_keeps_the_node_from_starting(served: Cluster, tmp_path: Path) -> None:

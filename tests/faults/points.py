@@ -134,7 +134,7 @@ def install(path: Path) -> None:
 def _serve(server: socket.socket) -> None:
     while True:
         connection, _ = server.accept()
-        with connection, connection.makefile("rw") as stream:
+        with contextlib.suppress(OSError), connection, connection.makefile("rw") as stream:  # who asked may have left
             for line in stream:
                 stream.write(json.dumps(_answer(json.loads(line))) + "\n")
                 stream.flush()

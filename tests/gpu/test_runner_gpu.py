@@ -7,7 +7,7 @@ import torch
 
 from engine.core.sampling import SamplingParams
 from engine.device.batch import Row, build_batch
-from engine.device.kv_pool import KVPool, layout_for
+from engine.device.kv_pool import KVPool
 from engine.device.runner import TransformersRunner
 from engine.device.sampler import sample
 from engine.device.weights import load_model
@@ -25,7 +25,7 @@ def test_greedy_equals_transformers(architecture: str, page_size: int) -> None:
     model = prepared_tiny(architecture)
     prompt = [3 + 7 * i % 250 for i in range(100)]
     loaded = load_model(model, dtype="float32", max_context=512, report=print, device="cuda")
-    pool = KVPool(layout_for(model, page_size, "float32"), 256, "cuda")
+    pool = KVPool(model.layout(page_size, "float32"), 256, "cuda")
     assert pool.base_address % 4096 == 0
     runner = TransformersRunner(loaded, pool)
     pages = list(range(255, -1, -1))

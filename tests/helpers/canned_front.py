@@ -103,7 +103,7 @@ class CannedAdmin(admin_pb2_grpc.AdminServicer):
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
         if request.request_id != self.known_id:
-            raise NotFound("no node knows of a request", request_id=request.request_id)
+            raise NotFound("nobody here knows of a request", request_id=request.request_id)
         return self.explanation
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.ListNodesResponse]:

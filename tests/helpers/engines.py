@@ -22,7 +22,7 @@ from engine.core.messages import Command, LinkEvent, PeerJoined
 from engine.core.metrics import Metrics, NodeMetric
 from engine.core.node_config import NodeConfig
 from engine.core.types import NodeIdentity, PeerInfo, Role
-from engine.device.kv_pool import KVPool, layout_for
+from engine.device.kv_pool import KVPool
 from engine.device.runner import TransformersRunner
 from engine.device.setup import NodeDevice
 from engine.device.weights import load_model
@@ -61,7 +61,7 @@ def _weights() -> PreTrainedModel:
 def tiny_device(num_pages: int, host_pages: int | None = None) -> NodeDevice:
     """A tiny model with a pool of `num_pages` pages of PAGE tokens, and a host pool. All devices share the weights."""
     model = prepared_tiny()
-    layout = layout_for(model, PAGE, "float32")
+    layout = model.layout(PAGE, "float32")
     pool = KVPool(layout, num_pages)
     host = None if host_pages is None else KVPool(layout, host_pages)
     return NodeDevice(model, layout, pool, TransformersRunner(_weights(), pool), max_context=512, host_pool=host)

@@ -129,11 +129,24 @@ def _serve(channel: socket.socket) -> None:
                     lines.close()
                     channel.close()
                     _become(request["argv"], request["environment"], request["log"])
+                _codes.pop(pid, None)
                 answer: dict[str, int | None] = {"pid": pid}
             else:
-                pid, status = os.waitpid(request["poll"], os.WNOHANG)
-                answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+                answer = {"code": _ended(request["poll"])}
             channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+_codes: dict[int, int] = {}  # of forked commands that have ended
+
+
+def _ended(pid: int) -> int | None:
+    """Its exit code; None while it runs."""
+    if pid not in _codes:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return None
+        _codes[pid] = os.waitstatus_to_exitcode(status)  # two threads may ask for it
+    return _codes[pid]
 
 
 def _become(argv: list[str], environment: dict[str, str], log: str) -> None:

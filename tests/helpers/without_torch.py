@@ -1,4 +1,4 @@
-"""A decode node as a process in which torch ends whoever imports it: what it does before it loads anything."""
+"""A node as a process in which torch ends whoever imports it: what it does before it loads anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.core.model_store import record_prepared, resolve
 
-__all__ = ["decode_without_torch"]
+__all__ = ["run_without_torch"]
 
 _ROOT = Path(__file__).parents[2]
 _CONFIG = {
@@ -23,8 +23,8 @@ _CONFIG = {
 }
 
 
-def decode_without_torch(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run `kvrelay decode` with a model of no weights. The last line is "torch is imported", unless it ends earlier."""
+def run_without_torch(directory: Path, role: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a node with a model of no weights. The last line is "torch is imported", unless it ends earlier."""
     model, cache = directory / "weightless", directory / "cache"
     for folder in (model, cache):
         folder.mkdir()
@@ -33,6 +33,6 @@ def decode_without_torch(directory: Path, *flags: str) -> subprocess.CompletedPr
     (directory / "torch.py").write_text("raise SystemExit('torch is imported')")
     paths = (directory, *(_ROOT / part for part in (".", "proto", "kernels")))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-P", "-m", "cli.main", "decode", "--model", str(model)]
+    command = [sys.executable, "-P", "-m", "cli.main", role, "--model", str(model)]
     command += ["--model-dir", str(cache), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)

@@ -45,7 +45,7 @@ from rpc.wire import registration_to_wire
 from tests.helpers.front_cluster import FrontCluster, assert_soon, front_cluster, text_tokens
 from tests.helpers.front_door import FINGERPRINT, SERVING, registration
 from tests.helpers.stub_node import StubNode
-from tests.helpers.without_torch import decode_without_torch
+from tests.helpers.without_torch import run_without_torch
 
 
 @pytest.fixture
@@ -97,10 +97,20 @@ async def test_nothing_comes_of_asking_beforehand(cluster: FrontCluster) -> None
 
 async def test_a_node_that_does_not_fit_ends_before_it_loads_anything(cluster: FrontCluster, tmp_path: Path) -> None:
     address = f"127.0.0.1:{cluster.server.port}"
-    done = await asyncio.to_thread(decode_without_torch, tmp_path, "--bootstrap", f"127.0.0.1:1,{address}")
+    done = await asyncio.to_thread(run_without_torch, tmp_path, "decode", "--bootstrap", f"127.0.0.1:1,{address}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("error=\"model is 'weightless'; in this cluster: tiny\"")
     assert "CRITICAL kvrelay.node: refused by the bootstrap" in done.stderr
+
+
+async def test_a_process_asks_for_each_of_its_ranks(cluster: FrontCluster, tmp_path: Path) -> None:
+    await cluster.join(Role.DECODE, "x")
+    flags = ("--bootstrap", f"127.0.0.1:{cluster.server.port}", "--dp-size", "2", "--node-id")
+    for name, wrong in (("x" * 128, "identity.node_id is 'xx"), ("x", "model is 'weightless'")):
+        directory = tmp_path / str(len(name))
+        directory.mkdir()
+        done = await asyncio.to_thread(run_without_torch, directory, "prefill", *flags, name)
+        assert wrong in done.stderr.splitlines()[-1]
 
 
 async def test_what_no_other_try_would_change_is_refused(cluster: FrontCluster) -> None:
@@ -340,7 +350,7 @@ async def test_a_request_that_no_node_knows(cluster: FrontCluster) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         await asked
     assert refused.value.code() == grpc.StatusCode.NOT_FOUND
-    assert str(from_rpc_error(refused.value)) == "no node knows of a request 'mine'"
+    assert str(from_rpc_error(refused.value)) == "nobody here knows of a request 'mine'"
 
 
 async def test_nodes_that_explain_nothing_in_time_are_named(

@@ -521,6 +521,7 @@ def test_what_is_suggested_repeats_what_a_client_needs(tmp_path: Path) -> None:
         ("page_size", "none", "^--page-size: 'none' is not a whole number$"),
         ("host_kv_memory", "999TiB", r"^host_kv_memory is 999TiB; allowed: at most \d+, the memory of this host"),
         ("log_passes", "/", "^log_passes: cannot write /: Is a directory"),
+        ("log_passes", "/" + "x" * 300, "^log_passes: cannot write /x+: File name too long"),
         ("log_passes", "/nowhere/passes", "^log_passes: cannot write /nowhere/passes: No such file or directory"),
     ],
 )
@@ -535,6 +536,12 @@ def test_address_in_use_is_refused() -> None:
     for wrong in ("nowhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match=r"--address: .*allowed: host:port, a port of 0 to 65535"):
             claim_addresses(wrong)
+
+
+def test_metrics_are_not_shown_where_a_bootstrap_listens() -> None:
+    first, second = claim_addresses("127.0.0.1:0", 2)
+    with pytest.raises(ConfigError, match=f"^--metrics-address: {second} is one of the bootstrap's own addresses$"):
+        plan_cluster({Role.PREFILL: 1, Role.DECODE: 1}, (first, second), {}, {}, metrics=second)
 
 
 def test_addresses_in_a_row_are_claimed_together() -> None:

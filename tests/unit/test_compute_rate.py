@@ -86,6 +86,16 @@ def test_a_node_that_began_slowly_gets_its_share(lengths: Sequence[int]) -> None
     assert pool.serve(400) == pytest.approx(0.5, abs=0.15)
 
 
+def test_a_node_that_computes_the_rests_of_cached_prompts_is_no_slower() -> None:
+    hot, cold = ComputeRate(), ComputeRate()
+    for number in range(400):
+        hot.observe(20, FORWARD_S + 20 * TOKEN_S)
+        if number % 40 == 0:
+            for rate in (hot, cold):
+                rate.observe(1000, FORWARD_S + 1000 * TOKEN_S)
+    assert hot.value == pytest.approx(cold.value)
+
+
 @pytest.mark.parametrize(("times", "most"), [(1.5, 0.06), (4.0, 0.02), (10.0, 0.01)])
 def test_a_slower_node_stays_slower(times: float, most: float) -> None:
     pool = Pool(as_ever, lambda now: times, lengths=(800,))

@@ -5,7 +5,7 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.core.types import PageLayout
-from engine.device.kv_pool import KVPool, layout_for, pages_for_budget
+from engine.device.kv_pool import KVPool, pages_for_budget
 from tests.helpers.models import prepared_tiny
 
 
@@ -36,7 +36,7 @@ def test_a_page_is_one_contiguous_range_with_all_its_layers() -> None:
 
 def test_layout_takes_shape_and_fingerprint_from_the_model() -> None:
     model = prepared_tiny("qwen3")
-    assert layout_for(model, 16, "float16") == PageLayout(16, 3, 2, 32, "float16", model.fingerprint)
+    assert model.layout(16, "float16") == PageLayout(16, 3, 2, 32, "float16", model.fingerprint)
 
 
 def test_budget_is_counted_in_whole_pages() -> None:

@@ -181,7 +181,7 @@ def test_so_many_nodes_and_no_more(registry: Registry, monkeypatch: pytest.Monke
     add(registry, registration(Role.DECODE))
     with pytest.raises(Overloaded) as refused:
         registry.check(registration(Role.DECODE, "third"))
-    assert (refused.value.reason, refused.value.metadata) == ("TOO_MANY_NODES", {"limit": "2"})
+    assert (refused.value.reason, refused.value.metadata) == ("TOO_MANY_NODES", {"limit": "nodes", "value": "2"})
     registry.check(registration(Role.DECODE, incarnation="2"))  # in its own place
 
 

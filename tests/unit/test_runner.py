@@ -9,7 +9,7 @@ import torch
 
 from engine.core.model_store import PreparedModel
 from engine.device.batch import Row, build_batch
-from engine.device.kv_pool import KVPool, layout_for
+from engine.device.kv_pool import KVPool
 from engine.device.runner import TransformersRunner
 from engine.device.weights import load_model
 from tests.helpers.models import TINY_ARCHITECTURES, VOCAB_SIZE, demo_model, prepared_tiny
@@ -24,7 +24,7 @@ PROMPTS = tuple(tuple(random.Random(n).choices(range(3, VOCAB_SIZE), k=n)) for n
 @functools.cache
 def make_runner(model: PreparedModel, page_size: int, kv_dtype: str = "float32") -> TransformersRunner:
     loaded = load_model(model, dtype="float32", max_context=512, report=lambda _: None)
-    return TransformersRunner(loaded, KVPool(layout_for(model, page_size, kv_dtype), POOL_TOKENS // page_size))
+    return TransformersRunner(loaded, KVPool(model.layout(page_size, kv_dtype), POOL_TOKENS // page_size))
 
 
 def relay(

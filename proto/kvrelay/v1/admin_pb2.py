@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"#\n\x10ListNodesRequest\x12\x0f\n\x07inspect\x18\x01 \x01(\x08\"\xe5\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.PageLayout\x12$\n\x05stats\x18\x06 \x01(\x0b\x32\x15.kvrelay.v1.NodeStats\x12\x15\n\rheartbeat_age\x18\x07 \x01(\x01\x12\x10\n\x08problems\x18\x08 \x03(\t\x12\x11\n\tset_aside\x18\t \x03(\t\"d\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.kvrelay.v1.Node\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rlive_requests\x18\x03 \x01(\r\"\x15\n\x13ListRequestsRequest\"\xa8\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x14\n\x0cprefill_node\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x0b\n\x03\x61ge\x18\x07 \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\"A\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.LiveRequest\"S\n\x0c\x44rainRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\"\x0f\n\rDrainResponse\"B\n\x0cWatchRequest\x12\x1d\n\x10interval_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_interval_seconds\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"g\n\rExplainedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12%\n\x05rooms\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.RoomRecord\"\xae\x01\n\rAttemptRecord\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0cprefill_node\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\x01\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x0f\n\x07outcome\x18\t \x01(\t\"x\n\x0f\x45xplainResponse\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.ExplainedNode\x12\x0e\n\x06silent\x18\x02 \x03(\t\x12+\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.AttemptRecord2\xea\x02\n\x05\x41\x64min\x12H\n\tListNodes\x12\x1c.kvrelay.v1.ListNodesRequest\x1a\x1d.kvrelay.v1.ListNodesResponse\x12Q\n\x0cListRequests\x12\x1f.kvrelay.v1.ListRequestsRequest\x1a .kvrelay.v1.ListRequestsResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x1d.kvrelay.v1.ListNodesResponse0\x01\x12\x42\n\x07\x45xplain\x12\x1a.kvrelay.v1.ExplainRequest\x1a\x1b.kvrelay.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"#\n\x10ListNodesRequest\x12\x0f\n\x07inspect\x18\x01 \x01(\x08\"\xe5\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.PageLayout\x12$\n\x05stats\x18\x06 \x01(\x0b\x32\x15.kvrelay.v1.NodeStats\x12\x15\n\rheartbeat_age\x18\x07 \x01(\x01\x12\x10\n\x08problems\x18\x08 \x03(\t\x12\x11\n\tset_aside\x18\t \x03(\t\"d\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.kvrelay.v1.Node\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rlive_requests\x18\x03 \x01(\r\"\x15\n\x13ListRequestsRequest\"\xb8\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x14\n\x0cprefill_node\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x0b\n\x03\x61ge\x18\x07 \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\x12\x0e\n\x06\x63lient\x18\t \x01(\t\"A\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.LiveRequest\"S\n\x0c\x44rainRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\"\x0f\n\rDrainResponse\"B\n\x0cWatchRequest\x12\x1d\n\x10interval_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_interval_seconds\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"g\n\rExplainedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12%\n\x05rooms\x18\x03 \x03(\x0b\x32\x16.kvrelay.v1.RoomRecord\"\xbf\x01\n\rAttemptRecord\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0cprefill_node\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\x01\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x0f\n\x07request\x18\n \x01(\x04\"x\n\x0f\x45xplainResponse\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.ExplainedNode\x12\x0e\n\x06silent\x18\x02 \x03(\t\x12+\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.AttemptRecord2\xea\x02\n\x05\x41\x64min\x12H\n\tListNodes\x12\x1c.kvrelay.v1.ListNodesRequest\x1a\x1d.kvrelay.v1.ListNodesResponse\x12Q\n\x0cListRequests\x12\x1f.kvrelay.v1.ListRequestsRequest\x1a .kvrelay.v1.ListRequestsResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x1d.kvrelay.v1.ListNodesResponse0\x01\x12\x42\n\x07\x45xplain\x12\x1a.kvrelay.v1.ExplainRequest\x1a\x1b.kvrelay.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,23 +41,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREQUESTSREQUEST']._serialized_start=433
   _globals['_LISTREQUESTSREQUEST']._serialized_end=454
   _globals['_LIVEREQUEST']._serialized_start=457
-  _globals['_LIVEREQUEST']._serialized_end=625
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=627
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=692
-  _globals['_DRAINREQUEST']._serialized_start=694
-  _globals['_DRAINREQUEST']._serialized_end=777
-  _globals['_DRAINRESPONSE']._serialized_start=779
-  _globals['_DRAINRESPONSE']._serialized_end=794
-  _globals['_WATCHREQUEST']._serialized_start=796
-  _globals['_WATCHREQUEST']._serialized_end=862
-  _globals['_EXPLAINREQUEST']._serialized_start=864
-  _globals['_EXPLAINREQUEST']._serialized_end=900
-  _globals['_EXPLAINEDNODE']._serialized_start=902
-  _globals['_EXPLAINEDNODE']._serialized_end=1005
-  _globals['_ATTEMPTRECORD']._serialized_start=1008
-  _globals['_ATTEMPTRECORD']._serialized_end=1182
-  _globals['_EXPLAINRESPONSE']._serialized_start=1184
-  _globals['_EXPLAINRESPONSE']._serialized_end=1304
-  _globals['_ADMIN']._serialized_start=1307
-  _globals['_ADMIN']._serialized_end=1669
+  _globals['_LIVEREQUEST']._serialized_end=641
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=643
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=708
+  _globals['_DRAINREQUEST']._serialized_start=710
+  _globals['_DRAINREQUEST']._serialized_end=793
+  _globals['_DRAINRESPONSE']._serialized_start=795
+  _globals['_DRAINRESPONSE']._serialized_end=810
+  _globals['_WATCHREQUEST']._serialized_start=812
+  _globals['_WATCHREQUEST']._serialized_end=878
+  _globals['_EXPLAINREQUEST']._serialized_start=880
+  _globals['_EXPLAINREQUEST']._serialized_end=916
+  _globals['_EXPLAINEDNODE']._serialized_start=918
+  _globals['_EXPLAINEDNODE']._serialized_end=1021
+  _globals['_ATTEMPTRECORD']._serialized_start=1024
+  _globals['_ATTEMPTRECORD']._serialized_end=1215
+  _globals['_EXPLAINRESPONSE']._serialized_start=1217
+  _globals['_EXPLAINRESPONSE']._serialized_end=1337
+  _globals['_ADMIN']._serialized_start=1340
+  _globals['_ADMIN']._serialized_end=1702
 # @@protoc_insertion_point(module_scope)

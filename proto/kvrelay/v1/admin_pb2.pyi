@@ -50,7 +50,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LiveRequest(_message.Message):
-    __slots__ = ("request_id", "state", "prefill_node", "decode_node", "prompt_tokens", "output_tokens", "age", "attempts")
+    __slots__ = ("request_id", "state", "prefill_node", "decode_node", "prompt_tokens", "output_tokens", "age", "attempts", "client")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class LiveRequest(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     prefill_node: str
@@ -67,7 +68,8 @@ class LiveRequest(_message.Message):
     output_tokens: int
     age: float
     attempts: int
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., age: _Optional[float] = ..., attempts: _Optional[int] = ...) -> None: ...
+    client: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., age: _Optional[float] = ..., attempts: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)
@@ -110,7 +112,7 @@ class ExplainedNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., rooms: _Optional[_Iterable[_Union[_types_pb2.RoomRecord, _Mapping]]] = ...) -> None: ...
 
 class AttemptRecord(_message.Message):
-    __slots__ = ("room", "epoch", "prefill_node", "decode_node", "first_index", "started", "seconds", "phase", "outcome")
+    __slots__ = ("room", "epoch", "prefill_node", "decode_node", "first_index", "started", "seconds", "phase", "outcome", "request")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +122,7 @@ class AttemptRecord(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     room: int
     epoch: int
     prefill_node: str
@@ -129,7 +132,8 @@ class AttemptRecord(_message.Message):
     seconds: float
     phase: str
     outcome: str
-    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., first_index: _Optional[int] = ..., started: _Optional[float] = ..., seconds: _Optional[float] = ..., phase: _Optional[str] = ..., outcome: _Optional[str] = ...) -> None: ...
+    request: int
+    def __init__(self, room: _Optional[int] = ..., epoch: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., first_index: _Optional[int] = ..., started: _Optional[float] = ..., seconds: _Optional[float] = ..., phase: _Optional[str] = ..., outcome: _Optional[str] = ..., request: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("nodes", "silent", "attempts")

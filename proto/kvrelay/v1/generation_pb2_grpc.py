@@ -77,7 +77,8 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request: its stream closes with finish reason ABORT. NOT_FOUND when no such request is live.
+        """Ends a live request of this API key: its stream closes with finish reason ABORT. An admin key that has none of that
+        id itself ends those of all other keys. NOT_FOUND when no such request is live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

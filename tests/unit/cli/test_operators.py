@@ -173,6 +173,19 @@ def test_attempts_of_an_answer_that_was_taken_up_have_names_of_their_own(
     ]  # fmt: skip
 
 
+def test_attempts_of_two_clients_with_one_id_are_told_apart(run: Run, front: Front, capsys: Capture) -> None:
+    del front.admin.explanation.nodes[:]
+    del front.admin.explanation.attempts[:]
+    for started, (number, epoch) in enumerate(((4, 0), (5, 0), (4, 1), (5, 1))):
+        front.admin.explanation.attempts.add(request=number, room=number, epoch=epoch, started=started, outcome="lost")
+    assert run("explain", "r-7") == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "request r-7: 4 attempts in 2 streams"
+    assert [line.partition(", room")[0] for line in rest if "attempt" in line] == [
+        "stream 1, attempt 1", "stream 2, attempt 1", "stream 1, attempt 2", "stream 2, attempt 2",
+    ]  # fmt: skip
+
+
 def test_explain_tells_how_often_a_request_gave_way(run: Run, front: Front, capsys: Capture) -> None:
     room = front.admin.explanation.nodes[1].rooms[1]
     room.events.add(event="retracted", time=5, count=3)
@@ -222,7 +235,7 @@ def test_a_request_id_cannot_play_with_the_terminal(run: Run, front: Front, caps
 
 def test_explain_of_an_unknown_request(run: Run, capsys: Capture) -> None:
     assert run("explain", "r-8") == 1
-    assert capsys.readouterr() == ("", "kvrelay: NOT_FOUND: no node knows of a request (request_id=r-8)\n")
+    assert capsys.readouterr() == ("", "kvrelay: NOT_FOUND: nobody here knows of a request (request_id=r-8)\n")
 
 
 def test_drain_tells_until_the_node_is_gone(run: Run, front: Front, capsys: Capture) -> None:

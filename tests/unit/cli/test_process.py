@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers.canned_front import Front
-from tests.helpers.without_torch import decode_without_torch
+from tests.helpers.without_torch import run_without_torch
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,12 +74,12 @@ def test_reader_that_leaves_early(front: Front) -> None:
 
 
 def test_node_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None:
-    done = decode_without_torch(tmp_path, "--bootstrap", "127.0.0.1:1, 127.0.0.1:2")
+    done = run_without_torch(tmp_path, "decode", "--bootstrap", "127.0.0.1:1, 127.0.0.1:2")
     first, *dialled, last = done.stderr.splitlines()
     assert " starting role=decode node=" in first
     assert first.endswith(" bootstrap=127.0.0.1:1,127.0.0.1:2")
     assert len(dialled) == 2
-    assert all(" no bootstrap yet " in line for line in dialled)
+    assert all(" bootstrap not asked " in line for line in dialled)
     assert last == "torch is imported"
 
 
