@@ -166,9 +166,11 @@ class Cluster:
     # ---- stopping ----
 
     def _stop(self) -> None:
-        nodes = [child for name, child in self._children.items() if self.plan.roles[name] != BOOTSTRAP]
-        self._end(nodes, self.plan.node.drain_timeout + _LEAVE_S)
-        self._end([child for child in self._children.values() if child not in nodes], 3 * _LEAVE_S)
+        """Bootstraps first: they take nothing new, and leave when what they had is answered. Nodes are at rest then."""
+        doors = [child for name, child in self._children.items() if self.plan.roles[name] == BOOTSTRAP]
+        patience = self.plan.node.drain_timeout + 3 * _LEAVE_S
+        self._end(doors, patience)
+        self._end([child for child in self._children.values() if child not in doors], patience)
 
     def _end(self, children: list[Child], patience: float) -> None:
         """SIGTERM, wait, SIGKILL. Another signal to us is passed on: it makes a node leave at once."""

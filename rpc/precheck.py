@@ -10,6 +10,7 @@ import logging
 
 import grpc
 
+from engine.core.errors import Unavailable
 from engine.core.messages import Registration
 from engine.core.model_store import ensure_prepared
 from engine.core.node_config import NodeConfig
@@ -59,5 +60,8 @@ def may_attach(role: Role, config: NodeConfig, ranks: int) -> bool:
             if is_refusal(error):
                 log.critical("refused by the bootstrap", extra={"address": address, "error": str(error)})
                 return False
-            log.info("bootstrap not asked", extra={"address": address, "error": str(error)})
+            if isinstance(error, Unavailable):  # as often when all is started together
+                log.info("bootstrap not there yet", extra={"address": address})
+            else:
+                log.warning("bootstrap not asked", extra={"address": address, "error": str(error)})
     return True

@@ -157,7 +157,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if caller is Caller.NODE and self._token is not None:
             shown = metadata.get(JOIN_TOKEN_METADATA)
             if shown is None:
-                raise Unauthenticated("nodes need a join token here (KVRELAY_JOIN_TOKEN)", reason=_NO_TOKEN)
+                raise Unauthenticated(
+                    "nodes need a join token here (--join-token-file, KVRELAY_JOIN_TOKEN)", reason=_NO_TOKEN
+                )
             if not hmac.compare_digest(digest(shown), self._token):
                 raise Unauthenticated("the join token is not the one of this cluster", reason=_WRONG_TOKEN)
         elif caller in (Caller.CLIENT, Caller.OPERATOR) and self._keys:
@@ -184,7 +186,7 @@ def _key_shown(keys: Sequence[ApiKey], metadata: Mapping[str, str]) -> ApiKey:
     """Raises Unauthenticated."""
     shown = metadata.get(API_KEY_METADATA)
     if shown is None:
-        raise Unauthenticated("an API key is needed here (KVRELAY_API_KEY)", reason="NO_API_KEY")
+        raise Unauthenticated("an API key is needed here (--api-key-file, KVRELAY_API_KEY)", reason="NO_API_KEY")
     scheme, _, secret = shown.partition(" ")
     key = find_key(keys, secret)
     if key is None or scheme.lower() != _SCHEME.lower():

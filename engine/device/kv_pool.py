@@ -21,7 +21,7 @@ def pages_for_budget(layout: PageLayout, budget: int) -> int:
     """Pages that fit into `budget` bytes. Raises ConfigError when not even one does."""
     pages = budget // layout.page_bytes
     if pages < 1:
-        raise ConfigError([f"KV memory of {budget} bytes holds no page: one page takes {layout.page_bytes} bytes"])
+        raise ConfigError([f"kv_memory is {budget}; allowed: at least {layout.page_bytes}, the bytes of one page"])
     return pages
 
 

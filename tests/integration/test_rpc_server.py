@@ -323,13 +323,24 @@ async def test_calls_that_need_no_credentials_are_bounded(
 
     silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check", None, None)
     staying: list[Any] = [health.Watch(asked), reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()]
+    await staying[1].write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    for one in staying:
+        await one.read()
     staying.append(silent())
     assert await check(channel) == NOT_SERVING
-    error = await refusal()
+    async with asyncio.timeout(10):
+        while (error := await refusal()) is None:  # until the server has heard of all that stay
+            await asyncio.sleep(0.01)
     assert isinstance(error, named.Overloaded)
     assert (error.reason, error.metadata) == ("OPEN_CALLS", {"limit": "open_calls", "value": "3"})
     staying += [silent(), silent()]
-    assert from_rpc_error(await failure(check(channel))).reason == "OPEN_CALLS"
+
+    async def answered() -> None:
+        while await check(channel) == NOT_SERVING:  # as above
+            await asyncio.sleep(0.01)
+
+    refused = await failure(asyncio.wait_for(answered(), 10))
+    assert from_rpc_error(refused).reason == "OPEN_CALLS"
     assert await call(channel, "unary_unary", text("hello")) == ["hello"], "a service that is not open to all"
     for one in staying:
         one.cancel()
@@ -416,6 +427,29 @@ async def test_reflection_lists_what_is_served(channel: grpc.aio.Channel) -> Non
 
 
 # ---- the address ----
+
+
+async def test_a_path_that_is_no_text_costs_its_caller_alone(server: RpcServer, channel: grpc.aio.Channel) -> None:
+    """No client library sends one, but whoever reaches the port may: an HTTP/2 preface, settings, and these headers."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    headers = {b":method": b"POST", b":scheme": b"http", b":path": b"/\xff", b":authority": b"x", b"te": b"trailers"}
+    headers[b"content-type"] = b"application/grpc"
+    plain = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in headers.items())
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 5, 1, plain))
+    async with asyncio.timeout(10):
+        answer = b""
+        while b"grpc-status" not in answer:
+            more = await reader.read(65536)
+            assert more, "an answer, and not the end of the connection"
+            answer += more
+    writer.close()
+    assert await call(channel, "unary_unary", text("still here")) == ["still here"]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", [("grpc.use_local_subchannel_pool", 1)]) as fresh:
+        assert await call(fresh, "unary_unary", text("for others, too")) == ["for others, too"]
 
 
 async def test_a_busy_port_is_the_operators_mistake(server: RpcServer) -> None:

@@ -79,7 +79,7 @@ def test_node_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> No
     assert " starting role=decode node=" in first
     assert first.endswith(" bootstrap=127.0.0.1:1,127.0.0.1:2")
     assert len(dialled) == 2
-    assert all(" bootstrap not asked " in line for line in dialled)
+    assert all(" bootstrap not there yet " in line for line in dialled)
     assert last == "torch is imported"
 
 
