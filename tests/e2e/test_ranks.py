@@ -62,7 +62,8 @@ def test_both_ranks_compute_what_one_process_would(served: Cluster, model: Path)
     for cached in (False, True):
         answers = ask(served, asked, FEW)
         assert [answer.token_ids for answer in answers] == expected
-        assert all(bool(answer.started.cached_tokens) >= cached for answer in answers)
+        found = sum(answer.started.cached_tokens > 0 for answer in answers)  # else the other rank was to be sooner
+        assert found >= (len(asked) // 2 if cached else 0)
     taken = {node.node_id: node.stats for node in served.nodes(inspect=True)}
     assert taken["prefill-0.0"].requests_total + taken["prefill-0.1"].requests_total == 2 * len(asked)
     for rank in ("prefill-0.0", "prefill-0.1"):

@@ -17,6 +17,7 @@ from tests.helpers.cluster import assert_eventually
 ROUNDS, WARMED_UP = 20, 5
 NODE_FLAGS = ("--page-size", "16", "--num-pages", "64")
 MOST_MORE_MIB = 4  # from one measurement to the next
+MOST_MORE_FILES = 8  # a peer has one to three connections, as both may open one at once; a leak would be of one a round
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +87,5 @@ def test_killed_and_restarted_over_and_over(cluster: FaultyCluster, load: Load, 
     for name, early in footprint[WARMED_UP].items():
         late = footprint[ROUNDS][name]
         assert late.threads <= early.threads + 1, f"{name}: {early}, {late}"
-        assert late.files <= early.files + 3, f"{name}: {early}, {late}"
+        assert late.files <= early.files + MOST_MORE_FILES, f"{name}: {early}, {late}"
         assert late.memory_mib <= early.memory_mib + MOST_MORE_MIB, f"{name}: {early}, {late}"
