@@ -20,7 +20,7 @@ import grpc
 
 from engine.core.access import ClientAccess
 from engine.core.clock import Clock, monotonic
-from engine.core.config import load, option
+from engine.core.config import address_problems, load, option
 from engine.core.errors import AlreadyExists, DeadlineExceeded, KVRelayError, Overloaded, Unavailable
 from engine.core.sampling import FinishReason
 from engine.core.types import Role
@@ -63,8 +63,7 @@ class ClientConfig:
     access: ClientAccess = field(default_factory=ClientAccess)
 
     def problems(self) -> Iterator[str]:
-        if not self.bootstrap:
-            yield "bootstrap: a host:port is needed"
+        yield from address_problems("bootstrap", self.bootstrap)
 
 
 _OPEN = ClientAccess()

@@ -158,7 +158,9 @@ class Cluster:
         if code == 0:
             return Unavailable(f"{child.name} has left")
         self.orderly = False
-        for line in child.last_lines():
+        if lines := child.last_lines():
+            say(f"last lines of {child.name}:")
+        for line in lines:
             say(f"  {child.name} | {line}")
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         return Unavailable(f"{child.name} ended with {how}")

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from engine.core.config import MAX_PORT
 from engine.core.errors import ConfigError, Overloaded
 from rpc.errors import ErrorInterceptor
 from rpc.health import HealthServicer
@@ -19,7 +20,6 @@ from rpc.security import Guard, Handler, refusal
 __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 8 << 20
-MAX_PORT = 65535
 MAX_STREAMS = 10_000  # live calls of one connection; its caller holds back more
 OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)  # services that need no credentials
 MAX_OPEN_CALLS, MAX_OPEN_CHECKS = 4_000, 10_000  # live calls of these, of all callers together

@@ -38,10 +38,22 @@ from typing import Any, TypeVar
 
 from engine.core.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_PREFIX", "Bytes", "add_arguments", "describe", "load", "option", "option_names", "strays"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "MAX_PORT",
+    "Bytes",
+    "add_arguments",
+    "address_problems",
+    "describe",
+    "load",
+    "option",
+    "option_names",
+    "strays",
+]
 
 ENVIRONMENT_PREFIX = "KVRELAY_"
 _METADATA = "kvrelay"
+MAX_PORT = 65535
 _ADDRESS = re.compile(r"[^/:]+:\d+")  # text whose default is one is an address
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -276,6 +288,16 @@ def load(
         if not problems:
             return config
     raise ConfigError(problems)
+
+
+def address_problems(name: str, addresses: Iterable[str]) -> Iterator[str]:
+    """Why these are no places to dial, each "host:port"."""
+    if not addresses:
+        yield f"{name}: at least one host:port is needed"
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:  # gRPC would dial port 443
+            yield f"{name} is {address!r}; allowed: host:port, a port of 1 to {MAX_PORT}"
 
 
 def strays(env: Mapping[str, str], known: Collection[str]) -> dict[str, str]:

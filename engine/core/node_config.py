@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.core.access import NodeAccess
-from engine.core.config import Bytes, option
+from engine.core.config import Bytes, address_problems, option
 from engine.core.logs import LogConfig
 from engine.core.model_store import default_cache_dir
 from engine.core.types import NODE_NAME, NODE_NAME_RULE
@@ -76,8 +76,7 @@ class NodeConfig:
     logs: LogConfig = field(default_factory=LogConfig)
 
     def problems(self) -> Iterable[str]:
-        if not self.bootstrap:
-            yield "bootstrap: at least one host:port is needed"
+        yield from address_problems("bootstrap", self.bootstrap)
         if self.node_id and not NODE_NAME.fullmatch(self.node_id):
             yield f"node_id is {self.node_id!r}; allowed: {NODE_NAME_RULE}"
 

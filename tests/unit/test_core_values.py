@@ -124,6 +124,8 @@ def test_a_node_is_named_after_its_host_and_role_unless_told() -> None:
     ("flags", "problem"),
     [
         ({"bootstrap": ""}, "bootstrap: at least one host:port is needed"),
+        ({"bootstrap": "a:7070,b"}, "bootstrap is 'b'; allowed: host:port, a port of 1 to 65535"),
+        ({"bootstrap": "a:65536"}, "bootstrap is 'a:65536'; allowed: host:port, a port of 1 to 65535"),
         ({"node_id": "nœud"}, f"node_id is 'nœud'; {NODE_ID_LIMIT}"),
         ({"node_id": "a:b"}, f"node_id is 'a:b'; {NODE_ID_LIMIT}"),
         ({"node_id": "a b"}, f"node_id is 'a b'; {NODE_ID_LIMIT}"),
