@@ -32,10 +32,10 @@ test: $(INSTALLED)  ## all tests that need neither a GPU nor a Docker engine
 	@$(MAKE) --no-print-directory -j2 -k test-faults test-others
 
 test-faults: $(INSTALLED)  ## the half of them that kills, stops and cuts
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/faults
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/fuzz tests/faults
 
 test-others: $(INSTALLED)  ## the other half
-	@said=$$($(TEST_ENV) nice -n 5 $(BIN)/python -m pytest --ignore=tests/faults 2>&1); code=$$?; printf '%s\n' "$$said"; exit $$code
+	@said=$$($(TEST_ENV) nice -n 5 $(BIN)/python -m pytest --ignore=tests/fuzz --ignore=tests/faults 2>&1); code=$$?; printf '%s\n' "$$said"; exit $$code
 
 test-compose: $(INSTALLED)  ## build the image and run the cluster on a Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose

@@ -42,5 +42,5 @@ def test_layout_takes_shape_and_fingerprint_from_the_model() -> None:
 def test_budget_is_counted_in_whole_pages() -> None:
     page = layout().page_bytes
     assert pages_for_budget(layout(), 7 * page + page - 1) == 7
-    with pytest.raises(ConfigError, match=f"one page takes {page} bytes"):
+    with pytest.raises(ConfigError, match=f"allowed: at least {page}, the bytes of one page"):
         pages_for_budget(layout(), page - 1)
