@@ -17,6 +17,7 @@ from bootstrap.routing import DecodeView, PrefillView
 from engine.core.clock import Clock
 from engine.core.errors import InvalidField, KVRelayError, Overloaded, Refused
 from engine.core.messages import CacheDelta, Command, NodeStats, PeerJoined, PeerLeft, Registration
+from engine.core.node_config import Device
 from engine.core.types import DTYPE_BYTES, PROTOCOL_VERSION, NodeIdentity, PageLayout, PeerInfo, Role, RoomKey
 
 __all__ = ["Link", "Node", "Registry"]
@@ -98,7 +99,7 @@ class Node:
             raise InvalidField("cache_delta.added", len(self.cached), limit)
 
 
-DEVICES = ("cpu", "cuda")
+DEVICES = (Device.CPU, Device.CUDA)
 MAX_NODES = 1024
 MAX_AGENT_METADATA = 1 << 20  # bytes; a few KB are usual
 MAX_REPLACED = 1024  # processes remembered; by then the oldest have long given up

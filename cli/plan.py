@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.config import BootstrapConfig
-from cli.services import CONFIGS, load_service
+from cli.services import CONFIGS, load_service, ranks_of
 from engine.core.access import BootstrapAccess, ClientAccess, find_key
-from engine.core.config import option_names
+from engine.core.config import MAX_PORT, option_names
 from engine.core.errors import ConfigError
 from engine.core.node_config import NodeConfig
 from engine.core.types import Role
-from prefill_service.config import PrefillConfig
 from rpc.node import rank_ids
 
 __all__ = ["BOOTSTRAP", "DECIDED_HERE", "Plan", "claim_addresses", "invitation", "plan_cluster"]
@@ -74,7 +73,7 @@ def plan_cluster(
     addresses = tuple(map(_dialled, listen))
     node: NodeConfig = configs[0].node
     threads = node.threads
-    ranks = next((config.ranks.dp_size for config in configs if isinstance(config, PrefillConfig)), 1)
+    ranks = max(map(ranks_of, configs))
     if threads is None and "OMP_NUM_THREADS" not in env:
         engines = sum(count * (ranks if role is Role.PREFILL else 1) for role, count in nodes.items())
         threads = max(1, len(os.sched_getaffinity(0)) // engines)
@@ -157,7 +156,7 @@ def claim_addresses(listen: str, count: int = 1, flag: str = "--address") -> tup
                 probe.bind((host.strip("[]"), at))
                 claimed.append(f"{host}:{probe.getsockname()[1]}")
     except (ValueError, OverflowError) as error:
-        limit = "host:port, a port of 0 to 65535"
+        limit = f"host:port, a port of 0 to {MAX_PORT}"
         raise ConfigError([f"{flag}: cannot listen on {where}; allowed: {limit}"]) from error
     except OSError as error:
         hint = f"; {flag} 127.0.0.1:0 picks a free port" if error.errno == errno.EADDRINUSE else ""

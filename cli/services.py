@@ -35,6 +35,7 @@ __all__ = [
     "prefill",
     "prepare",
     "prepare_model",
+    "ranks_of",
     "unified",
     "without_strays",
 ]
@@ -68,10 +69,10 @@ def bootstrap(parser: argparse.ArgumentParser) -> None:
 def prefill(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay prefill`."""
 
-    def run(config: PrefillConfig, node: NodeConfig) -> int:
+    def run(config: PrefillConfig) -> int:
         from prefill_service.server import main
 
-        return main(dataclasses.replace(config, node=node))
+        return main(config)
 
     _node(parser, Role.PREFILL, PrefillConfig, run)
 
@@ -79,10 +80,10 @@ def prefill(parser: argparse.ArgumentParser) -> None:
 def decode(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay decode`."""
 
-    def run(config: DecodeConfig, node: NodeConfig) -> int:
+    def run(config: DecodeConfig) -> int:
         from decode_service.server import main
 
-        return main(dataclasses.replace(config, node=node))
+        return main(config)
 
     _node(parser, Role.DECODE, DecodeConfig, run)
 
@@ -90,25 +91,29 @@ def decode(parser: argparse.ArgumentParser) -> None:
 def unified(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of `kvrelay unified`."""
 
-    def run(config: UnifiedConfig, node: NodeConfig) -> int:
+    def run(config: UnifiedConfig) -> int:
         from unified_service.server import main
 
-        return main(dataclasses.replace(config, node=node))
+        return main(config)
 
     _node(parser, Role.UNIFIED, UnifiedConfig, run)
 
 
-def _node(parser: argparse.ArgumentParser, role: Role, cls: type[N], run: Callable[[N, NodeConfig], int]) -> None:
+def _node(parser: argparse.ArgumentParser, role: Role, cls: type[N], run: Callable[[N], int]) -> None:
     """`run` imports torch, which takes seconds: it comes when it is known that nothing speaks against the node."""
 
     def announce_and_run(config: N) -> int:
         from rpc.precheck import may_attach
 
         node = _announced(role, config.node)
-        ranks = config.ranks.dp_size if isinstance(config, PrefillConfig) else 1
-        return run(config, node) if may_attach(role, node, ranks) else 1
+        return run(dataclasses.replace(config, node=node)) if may_attach(role, node, ranks_of(config)) else 1
 
     _service(parser, cls, announce_and_run)
+
+
+def ranks_of(config: object) -> int:
+    """How many nodes a process of this configuration is."""
+    return config.ranks.dp_size if isinstance(config, PrefillConfig) else 1
 
 
 def _announced(role: Role, config: NodeConfig) -> NodeConfig:

@@ -6,13 +6,14 @@ A cell is (phase, fault, side): its id says so, and each cell is a test on a clu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import grpc
 import pytest
 
 from tests.faults.harness import FaultyCluster
-from tests.faults.load import Ask, Load, Running, drive
+from tests.faults.load import Ask, Load, Outcome, Running, check, drive
 from tests.helpers.cluster import assert_eventually
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "Cell",
     "cells",
     "long_and_short",
+    "meet",
     "ready",
     "strike",
+    "wake",
 ]
 
 NODE_FLAGS = ("--page-size", "4", "--num-pages", "384")
@@ -106,3 +109,31 @@ def strike(cluster: FaultyCluster, load: Load, asks: Sequence[Ask], cell: Cell) 
         if struck():
             return
     raise AssertionError(f"in {ROUNDS} rounds no fault has struck {cell.victim}")
+
+
+def meet(
+    cluster: FaultyCluster,
+    load: Load,
+    asks: Sequence[Ask],
+    cell: Cell,
+    action: str,
+    *,
+    seconds: float = 0.0,
+    allowed: Collection[grpc.StatusCode] = (),
+) -> list[Outcome]:
+    """Arm a cell's fault and run the load until it has struck; what became of it all is as it must."""
+    cluster.arm(cell.victim, cell.point, action, after=cell.after, seconds=seconds)
+    outcomes: list[Outcome] = []
+    for running in strike(cluster, load, asks, cell):
+        running.join()
+        check(running.outcomes, load, allowed=allowed)
+        outcomes += running.outcomes
+    return outcomes
+
+
+def wake(cluster: FaultyCluster, load: Load, asks: Sequence[Ask], name: str) -> None:
+    """Let a stopped node go on once its lease has run out, under load."""
+    assert_eventually(lambda: name not in {node.node_id for node in cluster.nodes()}, "its lease runs out")
+    with drive(cluster, load.again(asks), load, SOON_S) as running:
+        cluster.resume(name)
+    check(running.outcomes, load)

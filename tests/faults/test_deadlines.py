@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, ROUNDS, Cell, cells, strike
+from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, ROUNDS, Cell, cells, meet
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -56,10 +56,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
 )
 def test_a_message_is_lost(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """As when its handler raises. The attempt is given up in time, and another one answers."""
-    cluster.arm(cell.victim, cell.point, "drop", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "drop")
     cluster.check_after()
 
 
@@ -71,10 +68,7 @@ def test_a_message_is_lost(cluster: FaultyCluster, load: Load, asks: list[Ask], 
 )
 def test_a_session_cannot_take_a_command(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """It is lost, and nothing else."""
-    cluster.arm(cell.victim, cell.point, "raise")
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "raise")
     cluster.check_after(injected="Injected: ")
 
 
@@ -89,10 +83,7 @@ def test_a_session_cannot_take_a_command(cluster: FaultyCluster, load: Load, ask
 )
 def test_a_thread_hangs(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """The session lives on and says that all is well. What the thread does when it goes on is nothing to anybody."""
-    cluster.arm(cell.victim, cell.point, "delay", after=cell.after, seconds=HUNG_S)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "delay", seconds=HUNG_S)
     cluster.release(cell.victim)
     cluster.check_after()
 

@@ -13,19 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.faults.cells import (
-    DECODE_FLAGS,
-    NODE_FLAGS,
-    PREFILL_FLAGS,
-    ROUNDS,
-    SOON_S,
-    Cell,
-    cells,
-    strike,
-)
+from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, PREFILL_FLAGS, ROUNDS, SOON_S, Cell, cells, meet, strike, wake
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
-from tests.helpers.cluster import assert_eventually
 
 INTERNAL = grpc.StatusCode.INTERNAL
 
@@ -73,10 +63,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
 )
 def test_a_node_dies(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """The other node of its pool takes over; the dead one comes back under its name."""
-    cluster.arm(cell.victim, cell.point, "kill", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "kill")
     cluster.kill(cell.victim)
     cluster.check_after()
 
@@ -99,14 +86,8 @@ def test_a_node_is_stopped_for_longer_than_its_lease_and_wakes(
     cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell
 ) -> None:
     """Its requests go on elsewhere, and what it does when it wakes is nothing to anybody."""
-    cluster.arm(cell.victim, cell.point, "stop", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
-    assert_eventually(lambda: cell.victim not in {node.node_id for node in cluster.nodes()}, "its lease runs out")
-    with drive(cluster, load.again(asks), load, SOON_S) as running:
-        cluster.resume(cell.victim)
-    check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "stop")
+    wake(cluster, load, asks, cell.victim)
     cluster.wait_serving(2, 2)
     cluster.check_after()
 
@@ -158,12 +139,8 @@ def test_a_node_is_stopped_for_less_than_its_lease(
 )
 def test_a_handler_raises(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """At worst the requests that it was about end, and say so; the node and all others go on."""
-    cluster.arm(cell.victim, cell.point, "raise", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load, allowed={INTERNAL})
-        for one in running.outcomes:
-            assert one.status is None or re.search("incident [0-9a-f]{12}", one.details), one
+    for one in meet(cluster, load, asks, cell, "raise", allowed={INTERNAL}):
+        assert one.status is None or re.search("incident [0-9a-f]{12}", one.details), one
     cluster.check_after(injected="Injected: ")
 
 
@@ -204,10 +181,7 @@ def test_a_handler_raises_while_a_peer_dies_and_comes_back(
 )
 def test_a_transfer_thread_ends(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """A node that can move no pages any more ends by itself, as if it had been killed."""
-    cluster.arm(cell.victim, cell.point, "raise")
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "raise")
     assert cluster.processes.pop(cell.victim).popen.wait(20) == 1
     cluster.check_after(injected="Injected: |RuntimeError: the .* thread has ended|CRITICAL .* thread ended")
 
@@ -244,8 +218,5 @@ def test_a_message_comes_twice(cluster: FaultyCluster, load: Load, asks: list[As
 
 
 def message_fault(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str) -> None:
-    cluster.arm(cell.victim, cell.point, action, after=cell.after, seconds=0.5)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, action, seconds=0.5)
     cluster.check_after()

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvrelay.v1 import admin_pb2
-from tests.faults.cells import SOON_S, Cell, cells, strike
+from tests.faults.cells import SOON_S, Cell, cells, meet, wake
 from tests.faults.harness import FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -50,10 +50,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
     Cell("decoding", "unified", "publish.tokens", after=20),
 )
 def test_a_node_dies(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
-    cluster.arm(cell.victim, cell.point, "kill", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "kill")
     cluster.kill(cell.victim)
     cluster.check_after()
 
@@ -66,14 +63,8 @@ def test_a_node_dies(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: 
 def test_a_node_is_stopped_for_longer_than_its_lease_and_wakes(
     cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell
 ) -> None:
-    cluster.arm(cell.victim, cell.point, "stop", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
-    assert_eventually(lambda: cell.victim not in {node.node_id for node in cluster.nodes()}, "its lease runs out")
-    with drive(cluster, load.again(asks), load, SOON_S) as running:
-        cluster.resume(cell.victim)
-    check(running.outcomes, load)
+    meet(cluster, load, asks, cell, "stop")
+    wake(cluster, load, asks, cell.victim)
     cluster.wait_serving(0, 0, 2)
     cluster.check_after()
 
@@ -90,12 +81,8 @@ def test_a_node_is_stopped_for_longer_than_its_lease_and_wakes(
 )
 def test_a_handler_raises(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell) -> None:
     """At worst the requests that it was about end, and say so; the node and all others go on."""
-    cluster.arm(cell.victim, cell.point, "raise", after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load, allowed={grpc.StatusCode.INTERNAL})
-        for one in running.outcomes:
-            assert one.status is None or re.search("incident [0-9a-f]{12}", one.details), one
+    for one in meet(cluster, load, asks, cell, "raise", allowed={grpc.StatusCode.INTERNAL}):
+        assert one.status is None or re.search("incident [0-9a-f]{12}", one.details), one
     cluster.check_after(injected="Injected: ")
 
 
@@ -111,10 +98,7 @@ def test_a_message_comes_late_or_twice(
     cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str
 ) -> None:
     """Late is after others that were sent later, which is more than gRPC would ever do. No answer suffers."""
-    cluster.arm(cell.victim, cell.point, action, after=cell.after, seconds=0.3)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, action, seconds=0.3)
     cluster.check_after()
 
 

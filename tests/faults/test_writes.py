@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cells import (
-    DECODE_FLAGS,
-    NODE_FLAGS,
-    NODES,
-    PREFILL_FLAGS,
-    ROUNDS,
-    SOON_S,
-    Cell,
-    cells,
-    strike,
-)
+from tests.faults.cells import DECODE_FLAGS, NODE_FLAGS, NODES, PREFILL_FLAGS, ROUNDS, SOON_S, Cell, cells, meet, strike
 from tests.faults.harness import FAST_LEASE, FaultyCluster, faulty_cluster
 from tests.faults.load import Ask, Load, check, drive
 from tests.helpers.cluster import assert_eventually
@@ -55,10 +45,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
 )
 def test_a_write_goes_wrong(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str) -> None:
     """It fails, is not done in time, loses its connection or its sender: the request is read by another node."""
-    cluster.arm(cell.victim, cell.point, action, after=cell.after, seconds=3.0)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, action, seconds=3.0)
     recover(cluster, cell.victim, action)
 
 
@@ -70,10 +57,7 @@ def test_a_write_goes_wrong(cluster: FaultyCluster, load: Load, asks: list[Ask],
     Cell("decoding", "decode", "forward", after=3),
 )
 def test_a_receiver_goes_wrong(cluster: FaultyCluster, load: Load, asks: list[Ask], cell: Cell, action: str) -> None:
-    cluster.arm(cell.victim, cell.point, action, after=cell.after)
-    for running in strike(cluster, load, asks, cell):
-        running.join()
-        check(running.outcomes, load)
+    meet(cluster, load, asks, cell, action)
     recover(cluster, cell.victim, action)
 
 
